@@ -2,6 +2,8 @@
 # 开发环境的版本：torch 与 triton 必须配对（torch 2.13.0 的 CUDA 版只认 triton 3.7.1）。
 TORCH  := 2.13.0
 TRITON := 3.7.1
+# 支持范围的两端：tests/test_triton_versions.py 用它们再跑一遍解释器与编译
+TRITON_ALSO := 3.6.0 3.9.0
 # 没有 NVIDIA 显卡时，torch 的 CPU 版从这里取（省几 GB）；置空则用 pip 默认源里的版本。
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 PYTHON ?= python3
@@ -126,7 +128,13 @@ nbtest: setup
 	fi
 	nbdev_test --n_workers 1 --do_print --timing --flags "$$flags"
 
-pytest: setup
+ALSO := $(TRITON_ALSO:%=.venv/triton-%/.ok)
+$(ALSO): .venv/triton-%/.ok: | $(STAMP)
+	@echo "== 另装 triton $*"
+	$(PY) -m pip install -q --no-deps --upgrade --target .venv/triton-$* 'triton==$*'
+	touch $@
+
+pytest: setup $(ALSO)
 	@echo "== pytest"
 	$(PY) -m pytest
 

@@ -87,7 +87,7 @@ def tint(value: str, strength: float = 0.25) -> str:
     channels = (int(rgb[i:i + 2], 16) for i in (1, 3, 5))
     return "#" + "".join(f"{round(255 + (c - 255) * strength):02X}" for c in channels)
 
-# %% ../nbs/f_figures.ipynb #a3911a8c
+# %% ../nbs/f_figures.ipynb #e1281791
 def setup() -> None:
     """全书统一的 Matplotlib 样式；每章开头调用一次。
 
@@ -109,11 +109,12 @@ def setup() -> None:
         "mathtext.fontset": "dejavusans",
         "svg.fonttype": "path", "svg.hashsalt": "attn_book",
         "figure.figsize": (6.4, 3.6), "figure.dpi": 100, "savefig.dpi": 150,
-        "figure.facecolor": "white", "savefig.facecolor": "white", "figure.constrained_layout.use": True,
-        "axes.titlesize": 11, "axes.spines.top": False, "axes.spines.right": False,
+        "figure.facecolor": "white", "savefig.facecolor": "white",
+        "figure.constrained_layout.use": True, "axes.titlesize": 11, "axes.spines.top": False, "axes.spines.right": False,
         "axes.edgecolor": PALETTE["muted"], "axes.labelcolor": _INK, "text.color": _INK,
         "axes.prop_cycle": cycler(color=[PALETTE[n] for n in ("Q", "O", "V", "K", "P", "S")]),
-        "grid.color": PALETTE["masked"], "lines.linewidth": 1.8, "legend.frameon": False, "legend.fontsize": 10,
+        "grid.color": PALETTE["masked"], "lines.linewidth": 1.8,
+        "legend.frameon": False, "legend.fontsize": 10,
     })
     try:
         from IPython import get_ipython
@@ -134,14 +135,14 @@ def missing_glyphs(text: str) -> list[str]:
     import matplotlib
     from matplotlib.ft2font import FT2Font
     dejavu = Path(matplotlib.get_data_path()) / "fonts" / "ttf" / "DejaVuSans.ttf"
-    have = FT2Font(str(font_path())).get_charmap().keys() | FT2Font(str(dejavu)).get_charmap().keys()
+    have = {code for path in (font_path(), dejavu) for code in FT2Font(str(path)).get_charmap()}
     return [c for c in dict.fromkeys(text) if not c.isspace() and ord(c) not in have]
 
-# %% ../nbs/f_figures.ipynb #ed0c333c
+# %% ../nbs/f_figures.ipynb #b8fb0bbd
 class Box(NamedTuple):
     """矩阵块边框上的五个点。
 
-    Anchor points (x, y), in canvas units, of a drawn block: mid-points of the four sides and the centre.
+    Anchor points (x, y), in canvas units, of a drawn block: the middles of its sides and its centre.
     """
     left: tuple[float, float]
     top: tuple[float, float]
@@ -153,8 +154,8 @@ class Box(NamedTuple):
 def schematic(width: float, height: float, *, inches: float = 6.4) -> tuple[Any, Any]:
     """没有坐标轴的画布，单位自定，y 轴向下。
 
-    Canvas of width × height units without axes, equal aspect, y downwards; `inches` is the figure's width.
-    Returns (fig, ax). Raises ValueError when a size is not positive.
+    Canvas of width × height units without axes, equal aspect, y downwards; `inches` is the width of
+    the figure. Returns (fig, ax). Raises ValueError when a size is not positive.
     """
     for name, value in (("width", width), ("height", height), ("inches", inches)):
         if not value > 0:
@@ -166,18 +167,19 @@ def schematic(width: float, height: float, *, inches: float = 6.4) -> tuple[Any,
     ax.axis("off")
     return fig, ax
 
-# %% ../nbs/f_figures.ipynb #0c79b85f
-def matrix(ax: Any, x: float, y: float, rows: float, cols: float, label: str = "", color: str | None = None, *,
-           tile: tuple[float, float] | None = None, highlight: Sequence[tuple[int, int]] = (),
-           row_label: str = "", col_label: str = "", fontsize: float = 11) -> Box:
+# %% ../nbs/f_figures.ipynb #7007e9f5
+def matrix(ax: Any, x: float, y: float, rows: float, cols: float, label: str = "",
+           color: str | None = None, *, tile: tuple[float, float] | None = None,
+           highlight: Sequence[tuple[int, int]] = (), row_label: str = "", col_label: str = "",
+           fontsize: float = 11) -> Box:
     """画一个矩阵块，左上角在 (x, y)，可分块、可涂深若干块。
 
     Draw a block `rows` high and `cols` wide (canvas units) with its top left corner at (x, y).
 
     color: palette name or #RRGGBB; by default that of `label`, grey when the label names no colour.
     tile: (rows, cols) of a tile, the last ones may be ragged. highlight: (i, j) tile indices.
-    The label stands inside, below the block when it is tiled; row_label / col_label left of and above it.
-    Returns its Box.
+    The label stands inside, below the block when it is tiled; row_label / col_label left of and
+    above it. Returns its Box.
     Raises ValueError for sizes that are not positive and for highlighted tiles that do not exist.
     """
     from matplotlib.patches import Rectangle
@@ -190,22 +192,26 @@ def matrix(ax: Any, x: float, y: float, rows: float, cols: float, label: str = "
     ax.add_patch(Rectangle((x, y), cols, rows, facecolor=tint(line, 0.22), edgecolor="none"))
     for i, j in highlight:
         if not (0 <= i < ni and 0 <= j < nj):
-            raise ValueError(f"highlight: 得到 {(i, j)}，应在 {ni}×{nj} 块之内（expected a tile inside the grid）")
-        ax.add_patch(Rectangle((x + j * tc, y + i * tr), min(tc, cols - j * tc), min(tr, rows - i * tr),
+            raise ValueError(f"highlight: 得到 {(i, j)}，应在 {ni}×{nj} 块之内（no such tile）")
+        width, height = min(tc, cols - j * tc), min(tr, rows - i * tr)
+        ax.add_patch(Rectangle((x + j * tc, y + i * tr), width, height,
                                facecolor=tint(line, 0.65), edgecolor="none"))
     for i in range(1, ni):
         ax.plot([x, x + cols], [y + i * tr] * 2, color=line, lw=0.8)
     for j in range(1, nj):
         ax.plot([x + j * tc] * 2, [y, y + rows], color=line, lw=0.8)
     ax.add_patch(Rectangle((x, y), cols, rows, fill=False, edgecolor=line, lw=1.6))
-    box = Box((x, y + rows / 2), (x + cols / 2, y), (x + cols, y + rows / 2), (x + cols / 2, y + rows),
-              (x + cols / 2, y + rows / 2))
+    mx, my = x + cols / 2, y + rows / 2
+    box = Box((x, my), (mx, y), (x + cols, my), (mx, y + rows), (mx, my))
+
+    def put(text: str, at: tuple[float, float], shift: tuple[float, float], ha: str, va: str, size: float) -> None:
+        ax.annotate(text, at, shift, textcoords="offset points", ha=ha, va=va, fontsize=size)
     if tile is None:
-        ax.text(*box.centre, label, ha="center", va="center", fontsize=fontsize)
+        put(label, box.centre, (0, 0), "center", "center", fontsize)
     else:  # 名字放在块外，不压分块线
-        ax.annotate(label, box.bottom, (0, -4), textcoords="offset points", ha="center", va="top", fontsize=fontsize)
-    ax.annotate(row_label, box.left, (-4, 0), textcoords="offset points", ha="right", va="center", fontsize=fontsize - 1)
-    ax.annotate(col_label, box.top, (0, 3), textcoords="offset points", ha="center", va="bottom", fontsize=fontsize - 1)
+        put(label, box.bottom, (0, -4), "center", "top", fontsize)
+    put(row_label, box.left, (-4, 0), "right", "center", fontsize - 1)
+    put(col_label, box.top, (0, 3), "center", "bottom", fontsize - 1)
     return box
 
 
@@ -216,12 +222,12 @@ def _resolve(value: str) -> str:
     """
     return value if value.startswith("#") else globals()["color"](value)
 
-# %% ../nbs/f_figures.ipynb #3a6e105e
+# %% ../nbs/f_figures.ipynb #1490ff59
 def arrow(ax: Any, start: tuple[float, float], end: tuple[float, float], text: str = "", *,
           color: str = "ink", bend: float = 0.0, both: bool = False, fontsize: float = 10) -> None:
     """从 start 到 end 的箭头，文字放在中点上方。
 
-    Arrow between two canvas points; `text` stands above the middle (beside it when the arrow is vertical).
+    Arrow between two canvas points; `text` stands above its middle (beside it when it is steep).
 
     color: palette name or #RRGGBB. bend: curvature, 0 is straight. both: heads at both ends.
     """
@@ -232,8 +238,8 @@ def arrow(ax: Any, start: tuple[float, float], end: tuple[float, float], text: s
     (x0, y0), (x1, y1) = start, end
     steep = abs(y1 - y0) > abs(x1 - x0)
     middle = ((x0 + x1) / 2 + bend * (y0 - y1) / 2, (y0 + y1) / 2 + bend * (x1 - x0) / 2)
-    ax.annotate(text, middle, (6, 0) if steep else (0, 4), textcoords="offset points", fontsize=fontsize,
-                ha="left" if steep else "center", va="center" if steep else "bottom")
+    ax.annotate(text, middle, (6, 0) if steep else (0, 4), textcoords="offset points",
+                fontsize=fontsize, ha="left" if steep else "center", va="center" if steep else "bottom")
 
 
 def note(ax: Any, x: float, y: float, text: str, *, color: str = "ink", fontsize: float = 10,
@@ -246,15 +252,17 @@ def note(ax: Any, x: float, y: float, text: str, *, color: str = "ink", fontsize
     card = dict(boxstyle="round,pad=0.35", facecolor="white", edgecolor=line, lw=1) if box else None
     ax.text(x, y, text, color=line, fontsize=fontsize, ha=ha, va=va, bbox=card, linespacing=1.35)
 
-# %% ../nbs/f_figures.ipynb #d1eae77a
-def heat(ax: Any, array: Any, *, title: str = "", row_labels: Sequence[str] = (), col_labels: Sequence[str] = (),
-         fmt: str = ".2f", cmap: str = "Blues", vmin: float | None = None, vmax: float | None = None) -> Any:
+# %% ../nbs/f_figures.ipynb #fb788ba5
+def heat(ax: Any, array: Any, *, title: str = "", row_labels: Sequence[str] = (),
+         col_labels: Sequence[str] = (), fmt: str = ".2f", cmap: str = "Blues",
+         vmin: float | None = None, vmax: float | None = None) -> Any:
     """带数字的热力图；非有限值画成浅灰。
 
-    Annotated heat map of a 2-D array (numpy, torch or nested lists); non-finite entries are grey and blank.
+    Annotated heat map of a 2-D array (numpy, torch or nested lists); non-finite entries are grey and
+    blank.
 
-    fmt: format of the numbers, "" for none. vmin/vmax: value range of the colours. Returns the image,
-    for a colour bar. Raises ValueError when the array is not a non-empty matrix.
+    fmt: format of the numbers, "" for none. vmin/vmax: value range of the colours. Returns the
+    image, for a colour bar. Raises ValueError when the array is not a non-empty matrix.
     """
     import numpy as np
     values = np.asarray(array, dtype=float)
@@ -269,8 +277,9 @@ def heat(ax: Any, array: Any, *, title: str = "", row_labels: Sequence[str] = ()
     for (i, j), value in np.ndenumerate(values):
         if fmt and finite[i, j]:
             r, g, b, _ = image.to_rgba(value)
-            dark = 0.2126 * r + 0.7152 * g + 0.0722 * b < 0.45
-            ax.text(j, i, format(value, fmt).replace("-", "−"), ha="center", va="center", fontsize=9, color="white" if dark else _INK)
+            ink = "white" if 0.2126 * r + 0.7152 * g + 0.0722 * b < 0.45 else _INK
+            text = format(value, fmt).replace("-", "−")
+            ax.text(j, i, text, ha="center", va="center", fontsize=9, color=ink)
     ax.set_xticks(range(len(col_labels)), col_labels)
     ax.set_yticks(range(len(row_labels)), row_labels)
     ax.tick_params(length=0)
@@ -308,7 +317,7 @@ def fmt_si(value: float, unit: str = "") -> str:
     text, prefix = _scaled(value, 1000, ("", "k", "M", "G", "T", "P", "E"))
     return f"{text} {prefix}{unit}".rstrip()
 
-# %% ../nbs/f_figures.ipynb #e3a6f962
+# %% ../nbs/f_figures.ipynb #85f024b1
 def _cell(value: Any) -> str:
     """一个表格单元。
 
@@ -318,22 +327,25 @@ def _cell(value: Any) -> str:
         return "—"
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return str(value).replace("|", r"\|").replace("\n", " ")
-    return f"{value:,}" if isinstance(value, int) else f"{value:,.4g}" if 1e-3 <= abs(value) < 1e4 or value == 0 else f"{value:.3e}"
+    if isinstance(value, int):
+        return f"{value:,}"
+    return f"{value:,.4g}" if value == 0 or 1e-3 <= abs(value) < 1e4 else f"{value:.3e}"
 
 
-def markdown_table(rows: Sequence[Sequence[Any]], header: Sequence[str], align: str | None = None) -> str:
+def markdown_table(rows: Sequence[Sequence[Any]], header: Sequence[str],
+                   align: str | None = None) -> str:
     """管道表的 Markdown 文本，配合 IPython.display.Markdown 使用。
 
-    Markdown pipe table. align: one letter per column, l, c or r; by default l for the first and r for the rest.
-    Integers get thousands separators, floats four significant digits, None becomes "—".
+    Markdown pipe table. align: one letter per column, l, c or r; by default l for the first and r
+    for the rest. Integers get thousands separators, floats four significant digits, None becomes "—".
     Raises ValueError when a row or `align` does not fit the header.
     """
     align = align if align is not None else "l" + "r" * (len(header) - 1)
     if len(align) != len(header) or set(align) - set("lcr"):
-        raise ValueError(f"align: 得到 {align!r}，应为 {len(header)} 个 l/c/r 字母（expected one of l, c, r per column）")
+        raise ValueError(f"align: 得到 {align!r}，应为 {len(header)} 个 l/c/r 字母（one per column）")
     for row in rows:
         if len(row) != len(header):
-            raise ValueError(f"rows: 得到 {len(row)} 列的一行 {row!r}，应为 {len(header)} 列（expected {len(header)} columns）")
+            raise ValueError(f"rows: {row!r} 有 {len(row)} 列，应为 {len(header)} 列（wrong number of columns）")
     rule = [{"l": ":--", "c": ":-:", "r": "--:"}[a] for a in align]
     lines = [[_cell(h) for h in header], rule] + [[_cell(v) for v in row] for row in rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)

@@ -9,17 +9,19 @@ import math
 from dataclasses import dataclass
 from typing import Any, Mapping, NamedTuple, Sequence
 
-# %% ../nbs/a_hardware.ipynb #95fdbae1
+# %% ../nbs/a_hardware.ipynb #56d5ff8b
 @dataclass(frozen=True)
 class Gpu:
     """一张数据中心显卡的参数；缺的写 None。
 
-    One data-centre GPU. Rates are dense (no sparsity) peaks; KB and MB are 1024-based, TB/s is 10**12 bytes/s.
+    One data-centre GPU. Rates are dense (no sparsity) peaks; KB and MB are 1024-based,
+    TB/s is 10**12 bytes/s.
 
-    hbm_gb is the marketed capacity, mem_bytes what the driver reports; smem_block_kb is the opt-in maximum of
-    one thread block; tmem_sm_kb is None before Blackwell; fp16_tflops is TFLOP/s with FP16 inputs and FP32
-    accumulation on tensor cores (P100: FP16 arithmetic, it has none); clock_ghz is the clock behind the peak.
-    sources maps each field that is not None to a key of SOURCES; doubtful names the unverified fields.
+    hbm_gb is the marketed capacity, mem_bytes what the driver reports; smem_block_kb is the opt-in
+    maximum of one thread block; tmem_sm_kb is None before Blackwell; fp16_tflops is TFLOP/s with
+    FP16 inputs on tensor cores (P100 has none: FP16 arithmetic); clock_ghz is the clock behind the
+    peak. sources maps each field that is not None to a key of SOURCES; doubtful names the
+    unverified fields.
     """
     name: str
     device_names: tuple[str, ...]      # torch.cuda 报告的名字
@@ -50,7 +52,8 @@ class Gpu:
         """
         return self.fp16_tflops if self.cc >= (8, 0) else None
 
-# %% ../nbs/a_hardware.ipynb #e562b68e
+# %% ../nbs/a_hardware.ipynb #d1fa8cb1
+#| code-fold: true
 SOURCES: dict[str, str] = {
     "cccl": "NVIDIA CCCL，github.com/NVIDIA/cccl，libcudacxx/include/cuda/__device/arch_traits.h：按计算能力列出每 SM 与每块的共享内存、寄存器（64 K 个 32 位）、线程上限。",
     "xla": "OpenXLA，github.com/openxla/xla，xla/backends/gpu/target_config/specs/*.txtpb：各卡的设备属性（SM 数、显存字节数、带宽、L2、时钟）。",
@@ -82,11 +85,12 @@ SOURCES: dict[str, str] = {
     "ultra": "ai-infrastructure.net/nvidia-blackwell-platform：Blackwell Ultra 于 GTC 2025 发布，2025 年下半年出货。",
 }
 
-# %% ../nbs/a_hardware.ipynb #78506f90
-_ARCH = {(6, 0): "Pascal", (7, 0): "Volta", (7, 5): "Turing", (8, 0): "Ampere", (8, 6): "Ampere", (8, 9): "Ada",
-         (9, 0): "Hopper", (10, 0): "Blackwell", (10, 3): "Blackwell Ultra"}
-_SMEM = {(6, 0): (64, 48), (7, 0): (96, 96), (7, 5): (64, 64), (8, 0): (164, 163), (8, 6): (100, 99),
-         (8, 9): (100, 99), (9, 0): (228, 227), (10, 0): (228, 227), (10, 3): (228, 227)}   # (每 SM, 每块) KB
+# %% ../nbs/a_hardware.ipynb #819f7ed4
+_ARCH = {(6, 0): "Pascal", (7, 0): "Volta", (7, 5): "Turing", (8, 0): "Ampere", (8, 6): "Ampere",
+         (8, 9): "Ada", (9, 0): "Hopper", (10, 0): "Blackwell", (10, 3): "Blackwell Ultra"}
+_SMEM = {(6, 0): (64, 48), (7, 0): (96, 96), (7, 5): (64, 64),          # (每 SM, 每块) KB
+         (8, 0): (164, 163), (8, 6): (100, 99), (8, 9): (100, 99),
+         (9, 0): (228, 227), (10, 0): (228, 227), (10, 3): (228, 227)}
 
 
 def _gpu(name: str, device_names: Sequence[str], **cells: tuple) -> Gpu:
@@ -95,13 +99,16 @@ def _gpu(name: str, device_names: Sequence[str], **cells: tuple) -> Gpu:
     Build a Gpu from (value, source[, "?"]) cells and add what the compute capability determines.
     """
     cc = cells["cc"][0]
-    cells |= {"smem_sm_kb": (_SMEM[cc][0], "cccl"), "smem_block_kb": (_SMEM[cc][1], "cccl"), "regs_sm_kb": (256, "cccl"),
-              "tmem_sm_kb": (256 if cc >= (10, 0) else None, "tilus"), "arch": (_ARCH[cc], cells["cc"][1])}
-    return Gpu(name=name, device_names=tuple(device_names), **{k: c[0] for k, c in cells.items()},
+    cells |= {"arch": (_ARCH[cc], cells["cc"][1]), "smem_sm_kb": (_SMEM[cc][0], "cccl"),
+              "smem_block_kb": (_SMEM[cc][1], "cccl"), "regs_sm_kb": (256, "cccl"),
+              "tmem_sm_kb": (256 if cc >= (10, 0) else None, "tilus")}
+    values = {k: c[0] for k, c in cells.items()}
+    return Gpu(name=name, device_names=tuple(device_names), **values,
                sources={k: c[1] for k, c in cells.items() if c[0] is not None},
                doubtful=frozenset(k for k, c in cells.items() if len(c) > 2))
 
-# %% ../nbs/a_hardware.ipynb #31e493e5
+# %% ../nbs/a_hardware.ipynb #4171d32f
+#| code-fold: true
 _BEFORE_HOPPER = [
     _gpu("P100", ["Tesla P100-SXM2-16GB"], year=(2016, "hf"), cc=((6, 0), "xla"), sms=(56, "xla"), mem_type=("HBM2", "p100"),
          hbm_gb=(16, "p100"), mem_bytes=(17_066_885_120, "xla"), hbm_tbs=(0.732, "xla"), l2_mb=(4, "xla"),
@@ -129,7 +136,8 @@ _BEFORE_HOPPER = [
          fp16_tflops=(362, "trt"), fp8_tflops=(733, "trt"), clock_ghz=(2.52, "l40s")),
 ]
 
-# %% ../nbs/a_hardware.ipynb #154f8dc2
+# %% ../nbs/a_hardware.ipynb #32af2d38
+#| code-fold: true
 _SINCE_HOPPER = [
     _gpu("H100-PCIe", ["NVIDIA H100 PCIe"], year=(2022, "hf"), cc=((9, 0), "xla"), sms=(114, "hpctech"), mem_type=("HBM2e", "hpctech"),
          hbm_gb=(80, "hpctech"), mem_bytes=(84_942_979_072, "xla"), hbm_tbs=(2.0, "hpctech"), l2_mb=(50, "hpctech"),
@@ -167,18 +175,19 @@ def get_gpu(gpu: str | Gpu) -> Gpu:
         raise ValueError(f"gpu: 得到 {gpu!r}，应为 {list(GPUS)} 之一（expected a name in GPUS）")
     return GPUS[gpu]
 
-# %% ../nbs/a_hardware.ipynb #85b444ac
-_TITLES = {"arch": "架构", "year": "年份", "cc": "计算能力", "sms": "SM 数", "mem_type": "显存类型", "hbm_gb": "显存 GB",
-           "mem_bytes": "驱动报告的显存", "hbm_tbs": "带宽 TB/s", "l2_mb": "L2 MB", "smem_sm_kb": "共享内存 KB/SM",
-           "smem_block_kb": "共享内存 KB/块", "regs_sm_kb": "寄存器 KB/SM", "tmem_sm_kb": "TMEM KB/SM",
-           "fp16_tflops": "FP16/BF16 TFLOP/s", "fp8_tflops": "FP8 TFLOP/s", "clock_ghz": "时钟 GHz"}
+# %% ../nbs/a_hardware.ipynb #f42574af
+_TITLES = {"arch": "架构", "year": "年份", "cc": "计算能力", "sms": "SM 数", "mem_type": "显存类型",
+           "hbm_gb": "显存 GB", "mem_bytes": "驱动报告的显存", "hbm_tbs": "带宽 TB/s", "l2_mb": "L2 MB",
+           "smem_sm_kb": "共享内存 KB/SM", "smem_block_kb": "共享内存 KB/块", "regs_sm_kb": "寄存器 KB/SM",
+           "tmem_sm_kb": "TMEM KB/SM", "fp16_tflops": "FP16/BF16 TFLOP/s", "fp8_tflops": "FP8 TFLOP/s",
+           "clock_ghz": "时钟 GHz"}
 
 
 def gpu_table(columns: Sequence[str], names: Sequence[str] | None = None) -> str:
     """显卡参数的 Markdown 表，带来源编号；未核实的值明写。
 
-    Markdown table of Gpu fields with source numbers ([n] is the n-th of SOURCES); unverified values are marked.
-    Raises ValueError for unknown columns or GPU names.
+    Markdown table of Gpu fields with source numbers ([n] is the n-th of SOURCES); unverified values
+    are marked. Raises ValueError for unknown columns or GPU names.
     """
     from attn_book.figures import fmt_bytes, markdown_table
     unknown = set(columns) - _TITLES.keys()
@@ -192,11 +201,15 @@ def gpu_table(columns: Sequence[str], names: Sequence[str] | None = None) -> str
         value = getattr(g, column)
         if value is None:
             return None
-        text = "{}.{}".format(*value) if column == "cc" else fmt_bytes(value) if column == "mem_bytes" else f"{value}"
-        mark = "" if len(single[column]) == 1 else f" [{number[g.sources[column]]}]"
+        text = {"cc": lambda v: "{}.{}".format(*v), "mem_bytes": fmt_bytes}.get(column, str)(value)
+        mark = "" if len(single[column]) == 1 else f"\u00a0[{number[g.sources[column]]}]"
         return text + mark + ("（未核实）" if column in g.doubtful else "")
-    header = [_TITLES[c] + (f" [{number[next(iter(single[c]))]}]" if len(single[c]) == 1 else "") for c in columns]
-    return markdown_table([[g.name] + [cell(g, c) for c in columns] for g in gpus], ["显卡"] + header)
+
+    def title(column: str) -> str:
+        keys = single[column]
+        return _TITLES[column] + (f" [{number[min(keys)]}]" if len(keys) == 1 else "")
+    rows = [[g.name] + [cell(g, c) for c in columns] for g in gpus]
+    return markdown_table(rows, ["显卡"] + [title(c) for c in columns])
 
 
 def source_list() -> str:
@@ -206,11 +219,12 @@ def source_list() -> str:
     """
     return "\n".join(f"{i}. {text}" for i, text in enumerate(SOURCES.values(), 1))
 
-# %% ../nbs/a_hardware.ipynb #83e5e432
+# %% ../nbs/a_hardware.ipynb #35633954
 def on_chip(gpu: str | Gpu) -> dict[str, int]:
     """全芯片的片上存储字节数：寄存器、共享内存、张量内存、L2。
 
-    Bytes of on-chip storage over the whole chip: {"registers", "smem", "tmem", "l2"} (tmem is 0 before Blackwell).
+    Bytes of on-chip storage over the whole chip: {"registers", "smem", "tmem", "l2"}; tmem is 0
+    before Blackwell.
     Raises ValueError for an unknown name.
     """
     g = get_gpu(gpu)
@@ -251,11 +265,14 @@ def attainable(gpu: str | Gpu, intensity: float, dtype: str = "bf16") -> float:
         raise ValueError(f"intensity: 得到 {intensity}，应为非负的有限数（expected a finite number >= 0）")
     return min(peak(gpu, dtype), intensity * get_gpu(gpu).hbm_tbs * 1e12)
 
-# %% ../nbs/a_hardware.ipynb #9fee2feb
-def roofline(ax: Any, gpus: Sequence[str | Gpu], dtype: str = "bf16", *, lo: float = 0.5, hi: float = 5000) -> None:
+# %% ../nbs/a_hardware.ipynb #adc3bd56
+def roofline(ax: Any, gpus: Sequence[str | Gpu], dtype: str = "bf16", *,
+             lo: float = 0.5, hi: float = 5000) -> None:
     """在 ax 上画几张卡的屋顶线，拐点用圆点标出。
 
-    Draw rooflines (log-log) on a matplotlib Axes; a dot marks each ridge point. lo/hi: intensity range in FLOP/byte.
+    Draw rooflines (log-log) on a matplotlib Axes; a dot marks each ridge point.
+
+    lo/hi: intensity range in FLOP/byte.
     Raises ValueError for unknown GPUs or dtypes and when not 0 < lo < hi.
     """
     from attn_book.figures import PALETTE
@@ -264,18 +281,21 @@ def roofline(ax: Any, gpus: Sequence[str | Gpu], dtype: str = "bf16", *, lo: flo
     for gpu in gpus:
         g, knee = get_gpu(gpu), ridge(gpu, dtype)
         xs = [lo, min(max(knee, lo), hi), hi]
-        line, = ax.plot(xs, [attainable(g, x, dtype) / 1e12 for x in xs], color=PALETTE.get(g.name), label=f"{g.name}（拐点 {knee:.0f}）")
+        ys = [attainable(g, x, dtype) / 1e12 for x in xs]
+        line, = ax.plot(xs, ys, color=PALETTE.get(g.name), label=f"{g.name}（拐点 {knee:.0f}）")
         if lo < knee < hi:
             ax.plot([knee], [peak(g, dtype) / 1e12], "o", color=line.get_color())
-    ax.set(xscale="log", yscale="log", xlim=(lo, hi), xlabel="算术强度（FLOP/字节）", ylabel="可达速度（TFLOP/s）")
+    ax.set(xscale="log", yscale="log", xlim=(lo, hi),
+           xlabel="算术强度（FLOP/字节）", ylabel="可达速度（TFLOP/s）")
     ax.grid(True, which="major")
     ax.legend(loc="lower right", frameon=True, facecolor="white", edgecolor="none", framealpha=1)
 
-# %% ../nbs/a_hardware.ipynb #c39483d7
+# %% ../nbs/a_hardware.ipynb #38ee5362
 class Card(NamedTuple):
     """手边的一张卡：驱动报告的属性，与表中的对应项。
 
-    A card at hand: what the driver reports (None where torch does not tell) and its entry in GPUS, if any.
+    A card at hand: what the driver reports (None where torch does not tell) and its entry in GPUS,
+    if any.
     """
     name: str
     cc: tuple[int, int]
@@ -289,19 +309,25 @@ class Card(NamedTuple):
 def detect(device: Any = None) -> Card | None:
     """认出 CUDA 显卡；没有 GPU 时返回 None。
 
-    Card of a CUDA device (int, str or torch.device; default the current one), None where there is no GPU.
-    Raises ValueError when the device is not a CUDA device or does not exist.
+    Card of a CUDA device (int, str or torch.device; default the current one), None where there is
+    no GPU. Raises ValueError when the device is not a CUDA device or does not exist.
     """
     import torch
-    wanted = None if device is None else torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
-    if wanted is not None and wanted.type != "cuda":
+    spec = "cuda" if device is None else f"cuda:{device}" if isinstance(device, int) else device
+    try:
+        wanted = torch.device(spec)
+    except RuntimeError as error:
+        raise ValueError(f"device: 得到 {device!r}，应为 CUDA 设备（expected a CUDA device）") from error
+    if wanted.type != "cuda":
         raise ValueError(f"device: 得到 {device!r}，应为 CUDA 设备（expected a CUDA device）")
     if not torch.cuda.is_available():
         return None
-    index = torch.cuda.current_device() if wanted is None or wanted.index is None else wanted.index
-    if not 0 <= index < torch.cuda.device_count():
-        raise ValueError(f"device: 得到 {device!r}，但只有 {torch.cuda.device_count()} 张卡（no such device）")
+    index = torch.cuda.current_device() if wanted.index is None else wanted.index
+    count = torch.cuda.device_count()
+    if not 0 <= index < count:
+        raise ValueError(f"device: 得到 {device!r}，但只有 {count} 张卡（no such device）")
     props = torch.cuda.get_device_properties(index)
     match = next((g for g in GPUS.values() if props.name in g.device_names), None)
-    return Card(props.name, (props.major, props.minor), props.multi_processor_count, props.total_memory,
-                getattr(props, "L2_cache_size", None), getattr(props, "shared_memory_per_block_optin", None), match)
+    return Card(props.name, (props.major, props.minor), props.multi_processor_count,
+                props.total_memory, getattr(props, "L2_cache_size", None),
+                getattr(props, "shared_memory_per_block_optin", None), match)

@@ -2,7 +2,8 @@
 
 # %% auto #0
 __all__ = ['LLAMA3_8B', 'attention_shapes', 'split_heads', 'merge_heads', 'parameter_counts', 'kv_cache_bytes',
-           'projection_kernel', 'tile_config', 'matmul_tiled', 'project', 'qkv_projection', 'projection_traffic']
+           'projection_kernel', 'tile_config', 'matmul_tiled', 'project', 'qkv_projection', 'projection_traffic',
+           'gpu_cases']
 
 # %% ../nbs/01_projection.ipynb #bb469f2c
 from typing import Any, Callable, Iterator, Mapping
@@ -80,10 +81,10 @@ import triton.language as tl
 from .launch import kernel
 from .oracle import check_tensor, matmul_bound, ratio
 
-# %% ../nbs/01_projection.ipynb #adfe44d6
+# %% ../nbs/01_projection.ipynb #bbe9bf17
 @kernel
 def projection_kernel(x_ptr, w_ptr, y_ptr, n_rows, n_cols, n_inner,
-                      sx_row, sx_inner, sw_inner, sw_col, sy_row, sy_col,
+                      x_stride_row, x_stride_inner, w_stride_inner, w_stride_col, y_stride_row, y_stride_col,
                       BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
     """Y = X W 的一个 BLOCK_M × BLOCK_N 块：X (n_rows, n_inner)，W (n_inner, n_cols)。
 
@@ -92,26 +93,34 @@ def projection_kernel(x_ptr, w_ptr, y_ptr, n_rows, n_cols, n_inner,
     rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)      # 行块 I 的行号
     cols = tl.program_id(1).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)      # 列块 J 的列号
     row_ok, col_ok = rows[:, None] < n_rows, cols[None, :] < n_cols
-    x_rows, w_cols = x_ptr + rows[:, None] * sx_row, w_ptr + cols[None, :] * sw_col
+    x_rows, w_cols = x_ptr + rows[:, None] * x_stride_row, w_ptr + cols[None, :] * w_stride_col
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)                              # Y_IJ
     for t in range(0, n_inner, BLOCK_K):                                        # 内维的一段 T
         inner = t + tl.arange(0, BLOCK_K)
         offsets, inner_ok = inner.to(tl.int64), inner < n_inner
-        x = tl.load(x_rows + offsets[None, :] * sx_inner, mask=row_ok & inner_ok[None, :], other=0.0)     # X_IT
-        w = tl.load(w_cols + offsets[:, None] * sw_inner, mask=inner_ok[:, None] & col_ok, other=0.0)     # W_TJ
+        x = tl.load(x_rows + offsets[None, :] * x_stride_inner, mask=row_ok & inner_ok[None, :], other=0.0)     # X_IT
+        w = tl.load(w_cols + offsets[:, None] * w_stride_inner, mask=inner_ok[:, None] & col_ok, other=0.0)     # W_TJ
         acc = tl.dot(x, w, acc, input_precision="ieee")                         # Y_IJ += X_IT W_TJ
     y = acc.to(y_ptr.dtype.element_ty)                                          # 只在这里舍入一次
-    tl.store(y_ptr + rows[:, None] * sy_row + cols[None, :] * sy_col, y, mask=row_ok & col_ok)
+    tl.store(y_ptr + rows[:, None] * y_stride_row + cols[None, :] * y_stride_col, y, mask=row_ok & col_ok)
 
-# %% ../nbs/01_projection.ipynb #1c6877f3
-def tile_config(dtype: torch.dtype) -> dict[str, int]:
-    """块大小与编译选项：16 位输入 128×128×64，fp32 输入 64×64×32。
+# %% ../nbs/01_projection.ipynb #e351a08e
+def tile_config(dtype: torch.dtype, aligned: bool = True) -> dict[str, int]:
+    """块大小与编译选项：对齐的 16 位输入用 128×128×64，其余 64×64×32。
 
-    Tile sizes and launch options of projection_kernel for an input dtype (fp16, bf16 or fp32).
+    Tile sizes and launch options for an input dtype (fp16, bf16 or fp32); aligned: every matrix allows 16-byte accesses.
     """
-    if dtype == torch.float32:
+    if dtype == torch.float32 or not aligned:
         return dict(BLOCK_M=64, BLOCK_N=64, BLOCK_K=32, num_warps=4, num_stages=2)
     return dict(BLOCK_M=128, BLOCK_N=128, BLOCK_K=64, num_warps=8, num_stages=3)
+
+
+def _aligned(t: torch.Tensor) -> bool:
+    """能否整批（16 字节）访问：某一维步幅为 1，该维长度与另一维步幅都是 16 的倍数。
+
+    Whether a matrix allows 16-byte accesses: a unit-stride axis whose length, like the other stride, is a multiple of 16.
+    """
+    return t.data_ptr() % 16 == 0 and any(t.stride(a) == 1 and t.shape[a] % 16 == 0 and t.stride(1 - a) % 16 == 0 for a in (0, 1))
 
 
 def matmul_tiled(x: torch.Tensor, w: torch.Tensor, *, blocks: tuple[int, int, int] | None = None) -> torch.Tensor:
@@ -119,16 +128,16 @@ def matmul_tiled(x: torch.Tensor, w: torch.Tensor, *, blocks: tuple[int, int, in
 
     Tiled product of x (R, d_in) and w (d_in, d_out), any strides, on CPU or CUDA; fp32 accumulation, result in x.dtype.
 
-    blocks: (BLOCK_M, BLOCK_N, BLOCK_K), powers of two, at least 16 on a GPU; by default tile_config(x.dtype).
+    blocks: (BLOCK_M, BLOCK_N, BLOCK_K), powers of two, at least 16 on a GPU; by default tile_config.
     Raises TypeError / ValueError naming the argument for wrong rank, shapes, dtypes or devices.
     """
     check_tensor("x", x, where="matmul_tiled", shape=("R", "d_in"), dtypes=(torch.float32, torch.float16, torch.bfloat16))
     check_tensor("w", w, where="matmul_tiled", shape=(x.shape[1], "d_out"), dtypes=(x.dtype,), device=x.device)
-    config = tile_config(x.dtype)
-    if blocks is not None:
-        config |= dict(zip(("BLOCK_M", "BLOCK_N", "BLOCK_K"), blocks, strict=True))
     n_rows, n_inner, n_cols = x.shape[0], x.shape[1], w.shape[1]
     y = torch.empty((n_rows, n_cols), dtype=x.dtype, device=x.device)
+    config = tile_config(x.dtype, all(map(_aligned, (x, w, y))))
+    if blocks is not None:
+        config |= dict(zip(("BLOCK_M", "BLOCK_N", "BLOCK_K"), blocks, strict=True))
     grid = (triton.cdiv(n_rows, config["BLOCK_M"]), triton.cdiv(n_cols, config["BLOCK_N"]))
     if y.numel():
         projection_kernel[grid](x, w, y, n_rows, n_cols, n_inner, *x.stride(), *w.stride(), *y.stride(), **config)
@@ -204,3 +213,44 @@ def projection_traffic(n_rows: int, d_in: int, d_out: int, itemsize: int, block_
     return {"x_ptr": itemsize * n_rows * d_in * -(-d_out // block_n),
             "w_ptr": itemsize * d_in * d_out * -(-n_rows // block_m),
             "y_ptr": itemsize * n_rows * d_out}
+
+# %% ../nbs/01_projection.ipynb #6a8762b3
+from . import aot
+
+# %% ../nbs/01_projection.ipynb #67fad70f
+def _register() -> None:
+    """登记前向与两个梯度：fp16，内维 4096，列数 1024，按行存放。
+
+    Register Y = X W, dX = dY W^T and dW = X^T dY for ahead-of-time compilation: fp16, inner size 4096, 1024 columns.
+    """
+    config = tile_config(torch.float16)
+    options = {name: config.pop(name) for name in ("num_warps", "num_stages")}
+    strides = ("x_stride_row", "x_stride_inner", "w_stride_inner", "w_stride_col", "y_stride_row", "y_stride_col")
+    for name, units in (("fwd", ("x_stride_inner", "w_stride_col", "y_stride_col")),       # Y = X W
+                        ("dx", ("x_stride_inner", "w_stride_inner", "y_stride_col")),      # dX = dY Wᵀ
+                        ("dw", ("x_stride_row", "w_stride_col", "y_stride_col"))):         # dW = Xᵀ dY
+        aot.register(f"projection_{name}", projection_kernel, constexprs=config, **options, signature=dict(
+            x_ptr="*fp16", w_ptr="*fp16", y_ptr="*fp16", n_rows=4096 if name == "dw" else "i32", n_cols=1024,
+            n_inner="i32" if name == "dw" else 4096, **{s: 1 if s in units else "i32" for s in strides}))
+
+
+_register()
+
+# %% ../nbs/01_projection.ipynb #7c868db6
+from .oracle import FP32, TENSOR_CORE
+
+# %% ../nbs/01_projection.ipynb #bf5f5245
+def gpu_cases(device: str = "cuda") -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
+    """在显卡上检验的用例：(名称, 函数)，函数返回误差与上限之比。
+
+    Cases for a check on a card: (name, thunk); thunk() -> {"error": largest error / bound, "bound": 1.0} over y, dx, dw.
+    """
+    def case(dtype, n, d_in, d_out):
+        x, w, dy = (torch.randn(s, device=device).to(dtype).requires_grad_() for s in ((n, d_in), (d_in, d_out), (n, d_out)))
+        y = project(x, w)
+        products = zip((y, *torch.autograd.grad(y, (x, w), dy)), ((x, w), (dy, w.T), (x.T, dy)))
+        acc = FP32 if dtype == torch.float32 else TENSOR_CORE
+        return {"error": max(ratio(got, a.double() @ b.double(), matmul_bound(a, b, dtype, acc=acc)) for got, (a, b) in products), "bound": 1.0}
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        for size in ((512, 1024, 256), (300, 130, 70)):
+            yield f"project {dtype} {size}", lambda args=(dtype, *size): case(*args)

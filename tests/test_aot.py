@@ -10,7 +10,7 @@ from attn_book.launch import kernel
 from attn_book.aot import _opcodes, _work
 
 
-# nbs/e_aot.ipynb 单元 1acdd5b9
+# nbs/e_aot.ipynb 单元 63907874
 @kernel
 def _mm(a_ptr, b_ptr, c_ptr, stride, N: tl.constexpr):
     i, j = tl.arange(0, N)[:, None], tl.arange(0, N)[None, :]
@@ -23,7 +23,7 @@ def test_tensor_core_instruction_of_each_architecture(target, op):
     r = report(_mm, target, signature=_types, constexprs={"N": 64})
     assert r.instructions[op] > 0 and r.spills == 0 and r.fits and r.threads == 128
     assert f".target {target}" in r.ptx and 16 <= r.registers <= 255
-    assert r.ptx_count(r"ld\.global.*v4") > 0            # 步长 16 对齐，读得成 16 字节一条
+    assert r.ptx_count(r"ld\.global.*v4") > 0            # 步幅 16 对齐，读得成 16 字节一条
     assert not report(_mm, target, signature=_types, constexprs={"N": 64}, num_warps=8).threads == 128
 
 def test_spills_are_seen():

@@ -51,7 +51,7 @@ def test_units(name):
         assert (0.91 if g.mem_type == "GDDR6" else 0.95) < g.mem_bytes / 2**30 / g.hbm_gb < 1
 
 
-# nbs/a_hardware.ipynb 单元 94d1a7ac
+# nbs/a_hardware.ipynb 单元 7bbabeab
 def test_no_card_is_missing():
     assert list(GPUS) == ["P100", "V100", "T4", "A100-40GB", "A100", "A10", "L4", "L40S",
                           "H100-PCIe", "H100", "H200", "B200", "GB200", "B300", "GB300"]
@@ -79,7 +79,7 @@ def test_roofline_numbers(name, dtype, value):
     ("dtype", lambda: peak("A100", "fp64")), ("dtype", lambda: peak("A100", "fp8")), ("dtype", lambda: ridge("V100", "bf16")),
     ("intensity", lambda: attainable("A100", -1.0)), ("intensity", lambda: attainable("A100", math.nan)),
     ("columns", lambda: gpu_table(["price"])), ("lo", lambda: roofline(None, ["A100"], lo=0)),
-    ("device", lambda: detect("cpu"))])
+    ("device", lambda: detect("cpu")), ("device", lambda: detect("gpu")), ("device", lambda: detect(-1))])
 def test_errors_name_the_argument(argument, call):
     with pytest.raises(ValueError, match=f"^{argument}"):
         call()

@@ -2,7 +2,7 @@
 from attn_book.projection import *
 import pytest
 
-# nbs/01_projection.ipynb 单元 124073a5
+# nbs/01_projection.ipynb 单元 ac77a6ec
 import pytest
 import torch
 
@@ -29,7 +29,7 @@ def assert_projection(x, w, dy):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("lead, n, d_in, d_out", [
-    ((), 1, 1, 1), ((), 128, 64, 128), ((), 129, 65, 127), ((2,), 63, 111, 130), ((2, 3), 17, 200, 5), ((1,), 257, 33, 260)])
+    ((), 1, 1, 1), ((), 128, 64, 128), ((), 150, 96, 144), ((), 129, 65, 127), ((2,), 63, 111, 130), ((2, 3), 17, 200, 5), ((1,), 257, 33, 260)])
 def test_projection_matches_float64(dtype, lead, n, d_in, d_out):
     assert_projection(make(*lead, n, d_in, dtype=dtype), make(d_in, d_out, dtype=dtype, seed=1), make(*lead, n, d_out, dtype=dtype, seed=2))
 
@@ -145,7 +145,7 @@ def test_split_and_merge_refuse():
             call()
 
 
-# nbs/01_projection.ipynb 单元 f1663219
+# nbs/01_projection.ipynb 单元 82f6aa03
 from attn_book.ledger import ledger
 
 
@@ -162,11 +162,51 @@ def test_traffic_equals_formula(dtype, blocks, n, d_in, d_out):
     assert led.ops["dot_flops"] == 2 * -(-n // bm) * bm * -(-d_out // bn) * bn * -(-d_in // bk) * bk
 
 
-def test_traffic_of_forward_and_backward():
-    n, d_in, d_out, c = 300, 200, 150, tile_config(torch.float16)
+@pytest.mark.parametrize("n, d_in, d_out, aligned", [(304, 208, 160, True), (300, 200, 150, False)])
+def test_traffic_of_forward_and_backward(n, d_in, d_out, aligned):
+    c = tile_config(torch.float16, aligned)
     x, w = make(2, n // 2, d_in, dtype=torch.float16).requires_grad_(), make(d_in, d_out, dtype=torch.float16).requires_grad_()
     with ledger() as led:
         project(x, w).backward(make(2, n // 2, d_out, dtype=torch.float16))
     products = [(n, d_in, d_out), (n, d_out, d_in), (d_in, n, d_out)]            # Y = XW，dX = dY Wᵀ，dW = Xᵀ dY
     formula = [projection_traffic(*p, 2, c["BLOCK_M"], c["BLOCK_N"]) for p in products]
     assert led.total == sum(sum(f.values()) for f in formula)
+
+
+# nbs/01_projection.ipynb 单元 5a7eedae
+from attn_book import aot
+
+
+@pytest.mark.parametrize("target, instruction, count", [("sm_80", "HMMA", 64), ("sm_90", "HGMMA", 4), ("sm_100", "UTCHMMA", 8)])
+@pytest.mark.parametrize("name", ["projection_fwd", "projection_dx", "projection_dw"])
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+def test_machine_code(name, dtype, target, instruction, count):
+    r = aot.report(name, target, signature={f"{p}_ptr": f"*{dtype}" for p in "xwy"})
+    assert r.spills == 0 and r.stack == 0 and r.fits
+    assert r.instructions[instruction] == count                                           # 式 (proj-mma)
+    assert r.instructions["LDGSTS"] > 0                                                   # 异步整批读取
+
+
+@pytest.mark.parametrize("target, instruction", [("sm_80", "HMMA"), ("sm_90", "HGMMA"), ("sm_100", "UTCHMMA")])
+@pytest.mark.parametrize("name", ["projection_fwd", "projection_dx", "projection_dw"])
+def test_machine_code_for_unknown_lengths(name, target, instruction):
+    c = tile_config(torch.float16, aligned=False)
+    options = {n: c.pop(n) for n in ("num_warps", "num_stages")}
+    r = aot.report(name, target, signature=dict(n_rows="i32", n_cols="i32", n_inner="i32"), constexprs=c, **options)
+    assert r.spills == 0 and r.stack == 0 and r.fits and r.instructions[instruction] > 0 and r.instructions["LDGSTS"] == 0
+
+
+@pytest.mark.parametrize("target, fma", [("sm_80", "FFMA"), ("sm_90", "FFMA"), ("sm_100", "FFMA2")])
+def test_fp32_uses_no_tensor_core(target, fma):
+    c = tile_config(torch.float32)
+    options = {n: c.pop(n) for n in ("num_warps", "num_stages")}
+    r = aot.report("projection_fwd", target, signature={f"{p}_ptr": "*fp32" for p in "xwy"}, constexprs=c, **options)
+    assert r.spills == 0 and r.fits and r.instructions[fma] > 0
+    assert not any(r.instructions[i] for i in ("HMMA", "HGMMA", "UTCHMMA"))
+
+
+# nbs/01_projection.ipynb 单元 67b4535d
+@pytest.mark.parametrize("name, run", [pytest.param(n, r, id=n) for n, r in gpu_cases("cpu")])
+def test_gpu_cases_also_pass_on_cpu(name, run):
+    result = run()
+    assert 0 < result["error"] <= result["bound"] == 1.0

@@ -29,8 +29,8 @@ from pathlib import Path
 import nbformat
 from nbformat.v4 import new_markdown_cell, new_output
 
-from render.notebook import OPTIONS, RenderError, structure
-from render.site import render
+from render.notebook import OPTIONS, RenderError
+from render.site import render, structure
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "attn_book"

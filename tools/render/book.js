@@ -37,10 +37,12 @@ $$('div.sourceCode').forEach(box => {
 // 本章目录随滚动高亮
 const links = new Map($$('aside.toc a').map(a => [decodeURIComponent(a.hash.slice(1)), a]));
 const heads = [...links.keys()].map(id => document.getElementById(id)).filter(Boolean);
+$('aside.toc').classList.toggle('long', links.size > 20);
 const follow = () => {
   const line = innerHeight * .22, last = innerHeight + scrollY >= document.documentElement.scrollHeight - 4;
   const now = last && scrollY > 0 ? heads.at(-1) : heads.filter(h => h.getBoundingClientRect().top < line).at(-1);
   links.forEach((a, id) => a.classList.toggle('here', now?.id === id));
+  $$('aside.toc > ul > li').forEach(li => li.classList.toggle('open', !!$('a.here', li)));
   const a = now && links.get(now.id), box = a?.closest('aside');
   if (a && (a.offsetTop < box.scrollTop || a.offsetTop > box.scrollTop + box.clientHeight - 60)) box.scrollTop = a.offsetTop - box.clientHeight / 2;
 };
@@ -59,6 +61,25 @@ addEventListener('hashchange', reach);
 window.MathJax?.startup?.promise?.then(() => { document.documentElement.dataset.math = 'done'; reach(); follow(); });
 addEventListener('beforeprint', () => $$('main details').forEach(d => d.open = true));
 
+// 悬停在本页的引用上，就近显示被引用的公式、图或表
+const hidePeek = () => $$('.peek').forEach(p => p.remove());
+$$('main a.xref').forEach(a => {
+  a.onpointerleave = hidePeek;
+  a.onpointerenter = e => {
+    if (e.pointerType !== 'mouse') return;
+    const target = a.pathname === location.pathname && document.getElementById(decodeURIComponent(a.hash.slice(1)));
+    if (!target || !target.matches('.equation, figure')) return;
+    hidePeek();
+    const peek = make('div', {className: 'peek'}), copy = target.cloneNode(true), at = a.getBoundingClientRect();
+    copy.removeAttribute('id');
+    peek.append(copy);
+    document.body.append(peek);
+    const below = at.bottom + 10 + peek.offsetHeight < innerHeight || at.top < peek.offsetHeight + 10;
+    peek.style.left = Math.max(12, Math.min(at.left, innerWidth - peek.offsetWidth - 16)) + scrollX + 'px';
+    peek.style.top = (below ? at.bottom + 8 : at.top - peek.offsetHeight - 8) + scrollY + 'px';
+  };
+});
+
 // 搜索：每个词都要出现；找不到时按相邻两字（bigram）的重合程度排
 const dialog = $('#search'), query = $('#query'), hits = $('#hits');
 const index = (window.BOOK_INDEX || []).map(([href, chapter, title, text]) => ({href, chapter, title, text, low: text.toLowerCase(), lowTitle: title.toLowerCase(), lowChapter: chapter.toLowerCase()}));
@@ -70,7 +91,7 @@ const exact = (e, words) => words.reduce((score, w) => {
 const pairs = words => words.flatMap(w => w.length < 3 ? [w] : Array.from({length: w.length - 1}, (_, i) => w.slice(i, i + 2)));
 const loose = (e, grams) => {
   const found = grams.filter(g => e.low.includes(g) || e.lowTitle.includes(g)).length / grams.length;
-  return found >= .6 ? found : 0;
+  return found >= .5 ? found : 0;
 };
 const search = text => {
   const words = text.toLowerCase().split(/[\s，、。]+/).filter(Boolean);
@@ -110,7 +131,7 @@ dialog.onclick = e => { if (e.target === dialog) dialog.close(); };
 addEventListener('keydown', e => {
   const typing = /^(input|textarea|select)$/i.test(e.target.tagName) || e.target.isContentEditable;
   if ((e.key === '/' && !typing && !e.ctrlKey && !e.metaKey) || (e.key === 'k' && (e.ctrlKey || e.metaKey))) { e.preventDefault(); openSearch(); }
-  if (e.key === 'Escape') openMenu(false);
+  if (e.key === 'Escape') { openMenu(false); if (dialog.open) { e.preventDefault(); dialog.close(); } }
   if (!dialog.open || e.isComposing) return;
   const items = $$('a', hits), at = items.findIndex(a => a.getAttribute('aria-selected') === 'true');
   if (e.key === 'ArrowDown' || e.key === 'ArrowUp') { e.preventDefault(); select(items[(at + (e.key === 'ArrowDown' ? 1 : -1) + items.length) % items.length]); }

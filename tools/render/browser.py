@@ -9,6 +9,7 @@ import contextlib
 import fcntl
 import json
 import os
+import select
 import shutil
 import subprocess
 import tempfile
@@ -36,6 +37,8 @@ class Page:
 
     def _read(self) -> dict:
         while b"\0" not in self.buffer:
+            if not select.select([self.inp], [], [], 60)[0]:
+                raise TimeoutError("Chromium 60 s 没有答复")
             chunk = os.read(self.inp, 1 << 16)
             if not chunk:
                 raise RuntimeError("Chromium 已退出")

@@ -1,9 +1,9 @@
 -- Quarto 方言的一个子集 → pandoc 原生元素：编号、标签、提示块、折叠代码；不认识的构件一律拒绝。
 -- A subset of Quarto's dialect in pandoc's terms; whatever it does not know it refuses, with the cell.
--- 输入 BOOK_SETTINGS（JSON：number、depth、words）；输出写进元数据 book（JSON：labels、refs、sections、errors…）。
+-- 输入 BOOK_SETTINGS（JSON：number、depth、words）；输出写进元数据 book（JSON：labels、refs、sections、marks、errors）。
 local S = pandoc.json.decode(os.getenv "BOOK_SETTINGS", false)
 local W, cell = S.words, "?"
-local out = {title = "", id = "", cells = 0, labels = {}, refs = {}, sections = {}, errors = {}}
+local out = {title = "", id = "", marks = {}, labels = {}, refs = {}, sections = {}, errors = {}}
 local count, section = {eq = 0, fig = 0, tbl = 0}, {0, 0, 0, 0, 0}
 
 local function set(words) local s = {}; for w in words:gmatch "%S+" do s[w] = true end; return s end
@@ -19,7 +19,7 @@ local HEADERS, PREFIX = set "unnumbered", set "eq fig tbl sec"
 local check = {traverse = "topdown"}
 function check.RawBlock(b)
   local mark = b.text:match "^<!%-%- cell (.-) %-%->$"
-  if mark then cell = mark; out.cells = out.cells + 1
+  if mark then cell = mark; table.insert(out.marks, mark)
   elseif not b.text:match "^<!%-%-" then refuse("正文里的原始 %s：%s", b.format, b.text:sub(1, 40)) end
 end
 function check.RawInline(x)
@@ -77,7 +77,7 @@ end
 function T.RawBlock(b) cell = b.text:match "^<!%-%- cell (.-) %-%->$" or cell; return {} end
 function T.Cite(c) return c, false end
 function T.Str(s)
-  for _, pat in ipairs {"{{<", "%$%$", "{#%a+%-[%w_-]+}?", "@eq%-", "@fig%-", "@tbl%-", "@sec%-"} do
+  for _, pat in ipairs {"{{<", "%$%$", "{#%a+%-[%w_-]+}?", "^```+", "^:::+", "@eq%-", "@fig%-", "@tbl%-", "@sec%-"} do
     local hit = s.text:match(pat)
     if hit then refuse("没有被解析的记号 %s（在 %s）", hit, s.text) end
   end
@@ -164,7 +164,7 @@ end
 function T.Div(d)
   if d.classes:includes "done" then return end
   if d.classes:includes "cell-output-html" then return d, false end
-  if d.identifier ~= "" then
+  if d.identifier:match "^fig%-" or d.identifier:match "^tbl%-" then
     local caption = d.content[#d.content]
     if not caption or caption.t ~= "Para" then refuse("#%s 没有标题", d.identifier); return end
     d.content:remove()
@@ -204,7 +204,7 @@ local function finish(doc)
   for _, b in ipairs(doc.blocks) do
     if b.t == "Header" then
       flush()
-      here = {id = b.identifier, title = plain(pandoc.Plain(b.content)), blocks = pandoc.Blocks {}}
+      here = {id = b.identifier, title = plain(pandoc.Blocks {pandoc.Plain(b.content)}:walk(skip)), blocks = pandoc.Blocks {}}
     else here.blocks:insert(b) end
   end
   flush()

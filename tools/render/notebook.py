@@ -1,12 +1,12 @@
-"""读 _quarto.yml；把执行过的笔记本变成 Quarto 式的 markdown（Quarto 自己也是这样做的）。
+"""把执行过的笔记本变成 Quarto 式的 markdown（Quarto 自己也是这样做的）。
 
-Read `_quarto.yml`; turn executed notebooks into Quarto-flavoured markdown, as Quarto itself does.
+Turn executed notebooks into Quarto-flavoured markdown, as Quarto itself does.
 """
 from __future__ import annotations
 
 import base64
 import re
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 import nbformat
 import yaml
@@ -19,22 +19,6 @@ WORDS = {"crossref-eq-prefix": "式", "crossref-fig-prefix": "图", "crossref-tb
 
 class RenderError(Exception):
     """渲染器拒绝的构件，一行一个。 The constructs refused, one a line."""
-
-
-def structure(root: Path) -> tuple[dict, list[dict]]:
-    """读 `_quarto.yml`：配置与各页（source、kind、number）。 Read the book's structure from `_quarto.yml`."""
-    config = yaml.safe_load((root / "_quarto.yml").read_text(encoding="utf-8"))
-    book, pages, counts = config["book"], [], {"chapter": 0, "appendix": 0}
-    for kind, key in (("chapter", "chapters"), ("appendix", "appendices")):
-        for source in book.get(key, []):
-            if not isinstance(source, str) or not (root / source).is_file():
-                raise RenderError(f"_quarto.yml：{key} 里的 {source!r} 不是一个存在的文件")
-            first = re.search(r"^# .*$", page_markdown(root / source, None), re.M)
-            numbered = not (first and ".unnumbered" in first[0])
-            counts[kind] += numbered
-            number = "" if not numbered else str(counts[kind]) if kind == "chapter" else chr(64 + counts[kind])
-            pages.append(dict(source=source, html=str(PurePosixPath(source).with_suffix(".html")), number=number, kind=kind if numbered else "front"))
-    return config, pages
 
 
 def cell_options(source: str) -> tuple[dict, str]:
@@ -103,7 +87,7 @@ def code_markdown(cell: dict, stem: str, media: dict | None) -> str:
 def page_markdown(path: Path, media: dict | None, errors: list | None = None) -> str:
     """一页的 markdown，每格前有 `<!-- cell … -->`。 A page as markdown with a marker before each cell."""
     if path.suffix != ".ipynb":
-        return "<!-- cell 全文 -->\n\n" + path.read_text(encoding="utf-8")
+        return f"<!-- cell 全文 -->\n\n{path.read_text(encoding='utf-8')}\n\n<!-- cell 结尾 -->"
     parts = []
     for i, cell in enumerate(nbformat.read(path, 4).cells, 1):
         where = f"第 {cell.metadata.get('cell', i)} 格（{cell.get('id', '')}）"
@@ -114,4 +98,4 @@ def page_markdown(path: Path, media: dict | None, errors: list | None = None) ->
             if errors is not None:
                 errors.append(f"{where}：{e}")
         parts.append(f"<!-- cell {where} -->\n\n{text}")
-    return "\n\n".join(parts)
+    return "\n\n".join([*parts, "<!-- cell 结尾 -->"])

@@ -16,18 +16,36 @@ from pathlib import Path, PurePosixPath
 from urllib.parse import quote, unquote
 
 import pypandoc
+import yaml
 
-from .notebook import WORDS, RenderError, page_markdown, structure
+from .notebook import WORDS, RenderError, page_markdown
 
 HERE = Path(__file__).parent
 READER = "markdown+east_asian_line_breaks-yaml_metadata_block"
 
 
-def pandoc(text: str, *args: str, **env: str) -> str:
+def structure(root: Path) -> tuple[dict, list[dict]]:
+    """读 `_quarto.yml`：配置与各页（source、kind、number）。 Read the book's structure from `_quarto.yml`."""
+    config = yaml.safe_load((root / "_quarto.yml").read_text(encoding="utf-8"))
+    book, pages, counts = config["book"], [], {"chapter": 0, "appendix": 0}
+    for kind, key in (("chapter", "chapters"), ("appendix", "appendices")):
+        for source in book.get(key, []):
+            if not isinstance(source, str) or not (root / source).is_file():
+                raise RenderError(f"_quarto.yml：{key} 里的 {source!r} 不是一个存在的文件")
+            first = re.search(r"^# .*$", page_markdown(root / source, None), re.M)
+            numbered = not (first and ".unnumbered" in first[0])
+            counts[kind] += numbered
+            number = "" if not numbered else str(counts[kind]) if kind == "chapter" else chr(64 + counts[kind])
+            pages.append(dict(source=source, html=str(PurePosixPath(source).with_suffix(".html")), number=number, kind=kind if numbered else "front"))
+    return config, pages
+
+
+def pandoc(text: str, *args: str, **env: str) -> tuple[str, str]:
+    """跑一次 pandoc，返回输出与警告。 Run pandoc once: its output and its warnings."""
     run = subprocess.run([pypandoc.get_pandoc_path(), *args], input=text, capture_output=True, encoding="utf-8", env={**os.environ, **env})
     if run.returncode:
         raise RenderError(run.stderr.strip())
-    return run.stdout
+    return run.stdout, run.stderr
 
 
 def parse(root: Path, page: dict, config: dict) -> dict:
@@ -40,11 +58,16 @@ def parse(root: Path, page: dict, config: dict) -> dict:
                    callout={k.split("-")[1]: v for k, v in words.items() if k.startswith("callout-")}))
     media, errors = {}, []
     text = page_markdown(root / page["source"], media, errors)
-    ast = json.loads(pandoc(text, "-f", READER, "-t", "json", "--columns=9999", "-L", str(HERE / "filter.lua"), BOOK_SETTINGS=json.dumps(settings)))
+    out, warnings = pandoc(text, "-f", READER, "-t", "json", "--columns=9999", "-L", str(HERE / "filter.lua"), BOOK_SETTINGS=json.dumps(settings))
+    ast = json.loads(out)
     book = json.loads(ast["meta"].pop("book")["c"])
     errors += [f"{e['cell']}：{e['message']}" for e in book["errors"]]
-    if book["cells"] != text.count("\n<!-- cell ") + 1:
-        errors.append(f"只找到 {book['cells']} 个格：有代码块或 div 没有结束")
+    marks = re.findall(r"^<!-- cell (.*?) -->$", text, re.M)
+    lost = next((i for i, mark in enumerate(marks) if mark not in book["marks"]), None)
+    if lost is not None:
+        errors.append(f"{marks[lost - 1]}：有代码块或 div 没有结束")
+    for warning, line in re.findall(r"(Div at .*?line (\d+).*? unclosed)", warnings):
+        errors.append(f"{re.findall(r'<!-- cell (.*?) -->', chr(10).join(text.splitlines()[:int(line)]))[-1]}：div 没有结束（{warning}）")
     return page | dict(ast=ast, book=book, media=media, errors=[f"{page['source']} {e}" for e in errors])
 
 
@@ -57,7 +80,7 @@ def collect_labels(pages: list[dict]) -> tuple[dict, list[str]]:
             if key in labels:
                 errors.append(f"{p['source']} {entry['cell']}：标签 {entry['id']} 重复，已在 {labels[key]['where']}")
             labels[key] = entry | dict(page=p["html"], where=f"{p['source']} {entry['cell']}")
-    errors += [f"{p['source']} {r['cell']}：引用 @{r['id']} 没有着落" for p in pages for r in p["book"]["refs"] if r["id"] not in labels]
+    errors = errors or [f"{p['source']} {r['cell']}：引用 @{r['id']} 没有着落" for p in pages for r in p["book"]["refs"] if r["id"] not in labels]
     return labels, errors
 
 
@@ -111,7 +134,7 @@ def render_page(root: Path, out: Path, page: dict, pages: list[dict], labels: di
     variables = navigation(page, pages, WORDS | config.get("language", {})) | dict(
         root=link(page["html"], ".") + "/", booktitle=html.escape(config["book"]["title"]), pagetitle=html.escape(page["book"]["title"]),
         title=page["book"]["title_html"], titleid=page["book"]["id"], head=head, lang=config.get("lang", "zh"))
-    text = pandoc(json.dumps(ast), "-f", "json", "-t", "html5", "-s", "--template", str(HERE / "template.html"), "--mathjax", "--toc", "--toc-depth=3",
+    text, _ = pandoc(json.dumps(ast), "-f", "json", "-t", "html5", "-s", "--template", str(HERE / "template.html"), "--mathjax", "--toc", "--toc-depth=3",
                   "--wrap=none", "--syntax-highlighting=pygments", "-M", f"pagetitle={page['book']['title']}", *(a for k, v in variables.items() for a in ("-V", f"{k}={v}")))
     target = out / page["html"]
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -130,7 +153,8 @@ def render_page(root: Path, out: Path, page: dict, pages: list[dict], labels: di
 
 def search_index(pages: list[dict]) -> list[list[str]]:
     """[地址, 章, 节, 文本]。 One record a section."""
-    tidy = lambda s: re.sub(r"\s+", " ", re.sub(r"[-=+|]{3,}|\\(?=\W)", " ", s)).strip()
+    tex = lambda m: re.sub(r"\\[a-zA-Z]+\*?|[{}$\\]", "", m[0].replace(r"\sqrt", "√"))
+    tidy = lambda s: re.sub(r"\s+", " ", re.sub(r"\$[^$\n]+\$", tex, re.sub(r"[-=+|]{3,}|\\(?=\W)", " ", s))).strip()
     return [[f"{p['html']}#{quote(id)}", p["book"]["title"], title, tidy(text)] for p in pages for id, title, text in p["book"]["sections"]]
 
 

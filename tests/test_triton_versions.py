@@ -1,0 +1,43 @@
+"""同一套仪器在别的 Triton 版本上也要成立。The instruments must hold on other Triton versions too.
+
+`make test` 把这些版本各装进 .venv/triton-<版本>/，放在 PYTHONPATH 最前面就能换用。
+"""
+import os, subprocess, sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+VERSIONS = ["3.6.0", "3.9.0"]      # 支持范围的两端；开发环境是两者之间的 3.7.1
+FILES = ["test_launch.py", "test_ledger.py", "test_aot.py"]
+
+
+def _run(version: str, *command: str) -> subprocess.CompletedProcess:
+    where = ROOT / ".venv" / f"triton-{version}"
+    assert (where / "triton").is_dir(), f"没有 {where}：请用 make test（它会装好），或 make {where.relative_to(ROOT)}/.ok"
+    return subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True,
+                          env={**os.environ, "PYTHONPATH": str(where)})
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_that_version_is_really_used(version):
+    out = _run(version, "-c", "import triton; print(triton.__version__)")
+    assert out.stdout.strip() == version, out.stdout + out.stderr
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_instruments(version):
+    out = _run(version, "-m", "pytest", "-q", "-p", "no:cacheprovider", *(f"tests/{f}" for f in FILES))
+    assert out.returncode == 0, out.stdout[-3000:] + out.stderr[-1000:]
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_every_kernel_compiles_without_spills(version):
+    code = ("from attn_book.aot import kernels, report\n"
+            "for n in sorted(kernels()):\n"
+            "    r = report(n, 'sm_90')\n"
+            "    assert r.spills == 0 and r.fits, (n, r)\n"
+            "    print(n, r.registers)\n")
+    out = _run(version, "-c", code)
+    assert out.returncode == 0, out.stderr[-3000:]
+    assert out.stdout.count("\n") >= 1
