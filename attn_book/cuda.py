@@ -529,7 +529,7 @@ def bank_waves(words: Sequence[int]) -> int:
     distinct = np.unique(np.asarray(words))
     return int(np.bincount(distinct % 32).max()) if distinct.size else 0
 
-# %% ../nbs/h_cuda.ipynb #8d481a83
+# %% ../nbs/h_cuda.ipynb #d356a67f
 def _ok(result: tuple) -> Any:
     "驱动调用的返回值；失败则抛出错误名。Value of a driver call, RuntimeError if it failed."
     status, *values = result
@@ -572,10 +572,12 @@ def launch_on_gpu(source: str, name: str, grid, block, args: Sequence[Any], *, d
         _ok(driver.cuLaunchKernel(function, *shape, 0, stream, ctypes.addressof(pointers), 0))
 
 
-def launch(source: str, name: str, grid, block, args: Sequence[Any], *, defines: Defines | None = None) -> HostRun | None:
+def launch(source: str, name: str, grid, block, args: Sequence[Any], *, defines: Defines | None = None, seed: int = 0) -> HostRun | None:
     """张量在哪里就在哪里运行：CPU 上返回账，显卡上返回 None。
 
-    Run where the tensors are: `run_on_host` for CPU tensors (returns its HostRun), `launch_on_gpu` for CUDA tensors.
+    Run where the tensors are: `run_on_host` for CPU tensors (returns its HostRun), `launch_on_gpu` for CUDA tensors
+    (seed is then without effect).
     """
-    where = launch_on_gpu if any(isinstance(a, torch.Tensor) and a.is_cuda for a in args) else run_on_host
-    return where(source, name, grid, block, args, defines=defines)
+    if any(isinstance(a, torch.Tensor) and a.is_cuda for a in args):
+        return launch_on_gpu(source, name, grid, block, args, defines=defines)
+    return run_on_host(source, name, grid, block, args, defines=defines, seed=seed)

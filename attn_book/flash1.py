@@ -4,7 +4,7 @@
 __all__ = ['SRAM_BYTES', 'merge', 'paper_blocks', 'block_sizes', 'dropout_keep', 'load_rows', 'store_rows', 'block_scores',
            'softmax_block', 'online_update', 'recompute_p', 'first_tile', 'last_pass', 'flash1_forward_kernel',
            'flash1_backward_kernel', 'flash1_forward', 'flash1_backward', 'flash1', 'dropout_mask_kernel',
-           'dropout_mask', 'gpu_cases', 'flash1_traffic', 'flash1_backward_traffic']
+           'dropout_mask', 'aot_constants', 'gpu_cases', 'flash1_traffic', 'flash1_backward_traffic']
 
 # %% ../nbs/03_flash1.ipynb #b411bab9
 import torch
@@ -380,8 +380,8 @@ def dropout_mask(shape: tuple[int, int, int, int], dropout_p: float, seed: int, 
         dropout_mask_kernel[(B * H, triton.cdiv(Lq, 64), triton.cdiv(Lk, 64))](keep, float(dropout_p), seed, Lq, Lk, BLOCK_M=64, BLOCK_N=64)
     return keep.bool()
 
-# %% ../nbs/03_flash1.ipynb #bae81f39
-def _constants(d: int, backward: bool, causal: bool = True, dropout: bool = False) -> tuple[dict, dict]:
+# %% ../nbs/03_flash1.ipynb #210ce4a4
+def aot_constants(d: int, backward: bool, causal: bool = True, dropout: bool = False) -> tuple[dict, dict]:
     """一个 fp16 内核的编译期常量与启动选项。Constexprs and launch options for fp16 and head dimension d."""
     config = _config(d, d, 2, None, backward) | dict(CAUSAL=causal, DROPOUT=dropout) | (dict(DLSE=False) if backward else {})
     options = {k: config.pop(k) for k in ("num_warps", "num_stages")}
@@ -397,7 +397,7 @@ def _register() -> None:
     backward = (dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "o_ptr", "do_ptr"), half) | dict.fromkeys(("l_ptr", "m_ptr", "dlse_ptr"), single)
                 | dict(dq_ptr=half, acc_ptr=single, dk_ptr=half, dv_ptr=half))
     for name, f, head, names in (("flash1_fwd", flash1_forward_kernel, forward, "qkv"), ("flash1_bwd", flash1_backward_kernel, backward, "qkvd")):
-        config, options = _constants(128, name == "flash1_bwd")
+        config, options = aot_constants(128, name == "flash1_bwd")
         aot.register(name, f, signature=head | tail | {n: t for n, t in strides.items() if n[7] in names}, constexprs=config, **options)
 
 

@@ -2,66 +2,60 @@
 from attn_book.cuda import *
 import pytest
 
-# nbs/h_cuda.ipynb 单元 31094488
+# nbs/h_cuda.ipynb 单元 bd88537d
 import sys
 import numpy as np
 import pytest
 import torch
 from attn_book import cuda
 
-REVERSE_SOURCE = r"""extern "C" __global__ void __launch_bounds__(N) reverse(const float* x, float* __restrict__ y)
+REVERSE_SOURCE = r"""extern "C" __global__ void __launch_bounds__(1024) reverse(const float* x, float* __restrict__ y, int fault)
 {
-    __shared__ float box[N];
-    int t = threadIdx.x;
-    box[t] = x[blockIdx.x * N + t];
-    __syncthreads();
-    y[blockIdx.x * N + t] = box[N - 1 - t];
+    __shared__ float box[1024];
+    int t = threadIdx.x, n = blockDim.x, first = blockIdx.x * n;
+    if (fault != 1 || blockIdx.x == 0) box[t] = x[first + t + (fault == 2) - (fault == 3)];
+    if (fault != 4) __syncthreads();
+    if (fault == 5 && t < 32) __syncthreads();
+    if (fault == 6 && t < 32) __syncthreads();
+    else if (fault == 6)
+        __syncthreads();
+    y[(fault == 7 ? 0 : first) + t + (fault == 8)] = box[n - 1 - t];
 }
 """
 
 
-def reverse(source=REVERSE_SOURCE, n=64, blocks=2, seed=0, size=None):
-    x, y = torch.randn(size or n * blocks), torch.full((n * blocks,), torch.nan)
-    run = run_on_host(source, "reverse", blocks, n, [x, y], defines={"N": n}, seed=seed)
-    return x, y, run
+def reverse(n=64, blocks=2, seed=0, fault=0):
+    x, y = torch.randn(n * blocks), torch.full((n * blocks,), torch.nan)
+    run = run_on_host(REVERSE_SOURCE, "reverse", blocks, n, [x, y, fault], seed=seed)
+    assert torch.equal(y, x.view(blocks, n).flip(1).flatten())
+    return run
 
 
 @pytest.mark.parametrize("n, blocks", [(1, 1), (33, 3), (64, 2), (1024, 1)])
 def test_values_and_counts(n, blocks):
-    x, y, run = reverse(n=n, blocks=blocks)
-    assert torch.equal(y, x.view(blocks, n).flip(1).flatten())
-    warps = -(-n // 32) * blocks
+    run, warps = reverse(n, blocks), -(-n // 32) * blocks
     assert run.barriers == blocks and run.read == {"x": 4 * n * blocks, "y": 0} and run.written == {"x": 0, "y": 4 * n * blocks}
     assert run.shared["box"].loads == run.shared["box"].stores == warps
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_a_missing_barrier_is_a_race_in_any_order(seed):
-    with pytest.raises(RuntimeError, match="数据竞争：box|读了还没有写的共享内存：box"):
-        reverse(REVERSE_SOURCE.replace("__syncthreads();", ""), seed=seed)
-
-
-def test_unwritten_shared_memory_is_caught():
-    with pytest.raises(RuntimeError, match="读了还没有写"):
-        reverse(REVERSE_SOURCE.replace("box[t] =", "if (blockIdx.x == 0) box[t] ="))       # 第二块读到第一块的旧值
-
-
-@pytest.mark.parametrize("old, new, error, match", [
-    ("__syncthreads();", "__syncthreads(); if (t < 32) __syncthreads();", RuntimeError, "屏障等不齐.*停在第 6 行"),
-    ("__syncthreads();", "if (t < 32) __syncthreads(); else\n __syncthreads();", RuntimeError, "屏障等不齐.*停在第 7 行"),
-    ("x[blockIdx.x * N + t]", "x[blockIdx.x * N + t + 1]", IndexError, r"读 x\[128\]，允许 \[0, 128\)"),
-    ("x[blockIdx.x * N + t]", "x[(int)(blockIdx.x * N + t) - 1]", IndexError, r"读 x\[-1\]"),
-    ("y[blockIdx.x * N + t]", "y[t]", RuntimeError, "数据竞争：y"),
-    ("y[blockIdx.x * N + t]", "y[blockIdx.x * N + t + 1]", IndexError, r"写 y\[128\]"),
+@pytest.mark.parametrize("fault, error, match", [
+    (1, RuntimeError, "读了还没有写的共享内存：box"),                       # 第二块读到第一块的旧值
+    (2, IndexError, r"读 x\[128\]，允许 \[0, 128\)"),
+    (3, IndexError, r"读 x\[-1\]"),
+    (4, RuntimeError, "数据竞争：box|读了还没有写的共享内存：box"),
+    (5, RuntimeError, "屏障等不齐.*停在第 7 行.*已经结束"),
+    (6, RuntimeError, "屏障等不齐.*停在第 8 行.*停在第 10 行"),
+    (7, RuntimeError, "数据竞争：y"),
+    (8, IndexError, r"写 y\[128\]"),
 ])
-def test_faults_are_named(old, new, error, match):
+@pytest.mark.parametrize("seed", range(3))
+def test_faults_are_caught_in_any_order(fault, error, match, seed):
     with pytest.raises(error, match=match):
-        reverse(REVERSE_SOURCE.replace(old, new))
-    x, y, _ = reverse()                                                                     # 机器没有坏
-    assert torch.equal(y, x.view(2, 64).flip(1).flatten())
+        reverse(fault=fault, seed=seed)
+    reverse()                                                              # 机器没有坏
 
 
-# nbs/h_cuda.ipynb 单元 71877e70
+# nbs/h_cuda.ipynb 单元 3848a762
 def test_the_order_of_threads_depends_on_the_seed():
     "故意竞争，看报告里的两个线程是谁"
     last = r"""extern "C" __global__ void last(float* y) { y[0] = threadIdx.x; }"""
@@ -73,12 +67,13 @@ def test_the_order_of_threads_depends_on_the_seed():
 
 
 def test_races_between_read_and_write_in_both_directions():
-    shift = r"""extern "C" __global__ void shift(float* x) { int t = threadIdx.x; float v = x[t + 1]; SYNC x[t] = v; }"""
+    shift = r"""extern "C" __global__ void shift(float* x, int wait) { int t = threadIdx.x; float v = x[t + 1]; if (wait) __syncthreads(); x[t] = v; }"""
     x = torch.arange(65.0)
-    run_on_host(shift, "shift", 1, 64, [x], defines={"SYNC": "__syncthreads();"})
+    run_on_host(shift, "shift", 1, 64, [x, True])
     assert torch.equal(x[:64], torch.arange(1.0, 65.0))
-    with pytest.raises(RuntimeError, match="数据竞争：x"):
-        run_on_host(shift, "shift", 1, 64, [x], defines={"SYNC": ""})
+    for seed in range(4):
+        with pytest.raises(RuntimeError, match="数据竞争：x"):
+            run_on_host(shift, "shift", 1, 64, [x, False], seed=seed)
 
 
 @pytest.mark.parametrize("stride", [1, 2, 3, 4, 8, 16, 31, 32, 33])
@@ -113,38 +108,38 @@ def test_bank_waves():
     assert bank_waves([0, 32, 64, 1]) == 3
 
 
-# nbs/h_cuda.ipynb 单元 a9d6884e
+# nbs/h_cuda.ipynb 单元 a158afac
 def test_three_dimensions_and_scalars():
     source = r"""__device__ long long cell(int x, int y, int z) { return ((long long)z * blockDim.y + y) * blockDim.x + x; }
     extern "C" __global__ void fill(int* out, float scale, long long base, const int* add) {
         long long block = ((long long)blockIdx.z * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x;
         long long t = cell(threadIdx.x, threadIdx.y, threadIdx.z), n = blockDim.x * blockDim.y * blockDim.z;
-        out[block * n + t] = (int)(scale * (block * n + t) + base) + *add;
+        out[block * n + t] = (int)(scale * (block * n + t)) + (int)(base - (1LL << 32)) + *add;
     }"""
     out = torch.zeros(2 * 3 * 2 * 24, dtype=torch.int32)
-    run_on_host(source, "fill", (2, 3, 2), (4, 3, 2), [out, 2.0, 2**31 - 1 - 2 * out.numel() - 7, torch.tensor([7], dtype=torch.int32)])
-    assert torch.equal(out, (2 * torch.arange(out.numel()) + 2**31 - 1 - 2 * out.numel()).to(torch.int32))
+    run_on_host(source, "fill", (2, 3, 2), (4, 3, 2), [out, 2.0, 2**32 + 5, torch.tensor([7], dtype=torch.int32)])
+    assert torch.equal(out, (2 * torch.arange(out.numel()) + 12).to(torch.int32))
 
 
 @pytest.mark.parametrize("args, error, match", [
     (lambda x, y: [x], ValueError, "args"),
     (lambda x, y: [x.double(), y], TypeError, "x: .*float32"),
     (lambda x, y: [x, 3.0], TypeError, "y: .*float32"),
-    (lambda x, y: [x, torch.empty(2, 128).T[:, 0]], ValueError, "y: .*连续"),
+    (lambda x, y: [x, torch.empty(128, 2)[:, 0]], ValueError, "y: .*连续"),
     (lambda x, y: [x, x], ValueError, "x、y: .*重叠"),
     (lambda x, y: [x.to("meta"), y], ValueError, "x: .*cpu"),
 ])
 def test_wrong_arguments_are_named(args, error, match):
     with pytest.raises(error, match=match):
-        run_on_host(REVERSE_SOURCE, "reverse", 2, 64, args(torch.zeros(128), torch.zeros(128)), defines={"N": 64})
+        run_on_host(REVERSE_SOURCE, "reverse", 2, 64, [*args(torch.zeros(128), torch.zeros(128)), 0])
 
 
 def test_wrong_launches_are_named():
     x, y = torch.zeros(128), torch.zeros(128)
     for grid, block, match in ((0, 64, "grid"), (2, (64, 32), "block"), (2, True, "block"), ((1, 1, 1, 1), 64, "grid")):
-        with pytest.raises(ValueError, match=match): run_on_host(REVERSE_SOURCE, "reverse", grid, block, [x, y], defines={"N": 64})
-    with pytest.raises(ValueError, match="没有内核"): run_on_host(REVERSE_SOURCE, "nothing", 2, 64, [x, y])
-    with pytest.raises(ValueError, match="defines"): run_on_host(REVERSE_SOURCE, "reverse", 2, 64, [x, y], defines={"N-1": 3})
+        with pytest.raises(ValueError, match=match): run_on_host(REVERSE_SOURCE, "reverse", grid, block, [x, y, 0])
+    with pytest.raises(ValueError, match="没有内核"): run_on_host(REVERSE_SOURCE, "nothing", 2, 64, [x, y, 0])
+    with pytest.raises(ValueError, match="defines"): run_on_host(REVERSE_SOURCE, "reverse", 2, 64, [x, y, 0], defines={"N-1": 3})
     with pytest.raises(ValueError, match="不支持参数"): parameters('extern "C" __global__ void f(double* x)', "f")
     scalar = r'extern "C" __global__ void f(int n, float a, float* y) { y[0] = a * n; }'
     for bad, error in (((1.5, 1.0), TypeError), ((2**31, 1.0), ValueError), ((1, "a"), TypeError)):
@@ -152,24 +147,25 @@ def test_wrong_launches_are_named():
 
 
 def test_a_faulty_source_shows_its_line():
+    x, y = torch.zeros(128), torch.zeros(128)
     with pytest.raises(RuntimeError, match=r"kernel.cu:5"):
-        reverse(REVERSE_SOURCE.replace("x[blockIdx.x * N + t];", "x[blockIdx.x * N + u];"))
+        run_on_host(REVERSE_SOURCE.replace("x[first", "x[last"), "reverse", 2, 64, [x, y, 0])
     with pytest.raises(ValueError, match="一行一个数组"):
-        reverse(REVERSE_SOURCE.replace("float box[N];", "float box[N], other[N];"))
+        run_on_host(REVERSE_SOURCE.replace("box[1024];", "box[1024], other[1024];"), "reverse", 2, 64, [x, y, 0])
 
 
 def test_without_a_compiler_the_message_says_so(monkeypatch):
     monkeypatch.setattr(cuda.shutil, "which", lambda name: None)
     with pytest.raises(RuntimeError, match="g\\+\\+"):
-        reverse(REVERSE_SOURCE + "// 没有编译过\n")
+        run_on_host(REVERSE_SOURCE + "// 没有编译过\n", "reverse", 2, 64, [torch.zeros(128), torch.zeros(128), 0])
 
 
-# nbs/h_cuda.ipynb 单元 0526ab6f
+# nbs/h_cuda.ipynb 单元 18430a6d
 @pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100"])
 def test_nvrtc_compiles_without_a_gpu(target):
-    r = nvrtc_report(REVERSE_SOURCE, "reverse", target, defines={"N": 64})
-    assert r.target == target and r.threads == 64 and r.shared == 256 and r.spills == 0 and r.stack == 0 and r.fits
-    assert r.instructions["BAR"] == 1 and r.instructions["LDS"] == 1 and r.ptx_count(r"bar\.sync|barrier\.sync") == 1
+    r = nvrtc_report(REVERSE_SOURCE, "reverse", target)
+    assert r.target == target and r.threads == 1024 and r.shared == 4096 and r.spills == 0 and r.stack == 0 and r.fits
+    assert r.instructions["BAR"] and r.instructions["LDS"] == 1 and r.ptx_count(r"bar\.sync|barrier\.sync") == 4
 
 
 def test_nvrtc_reports_spills():
@@ -184,12 +180,12 @@ def test_nvrtc_reports_spills():
 
 
 def test_nvrtc_errors():
-    with pytest.raises(RuntimeError, match="kernel.cu"): nvrtc_report(REVERSE_SOURCE, "reverse", "sm_90")           # N 没有定义
-    with pytest.raises(ValueError, match="target"): nvrtc_report(REVERSE_SOURCE, "reverse", "sm_1", defines={"N": 64})
-    with pytest.raises(ValueError, match="name"): nvrtc_report(REVERSE_SOURCE, "other", "sm_90", defines={"N": 64})
+    with pytest.raises(RuntimeError, match="kernel.cu"): nvrtc_report(REVERSE_SOURCE.replace("x[first", "x[last"), "reverse")
+    with pytest.raises(ValueError, match="target"): nvrtc_report(REVERSE_SOURCE, "reverse", "sm_1")
+    with pytest.raises(ValueError, match="name"): nvrtc_report(REVERSE_SOURCE, "other")
 
 
 def test_without_the_extra_the_message_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "cuda.bindings", None)
     with pytest.raises(ImportError, match=r"attn-book\[cuda\]"):
-        nvrtc_report(REVERSE_SOURCE + "// 没有编译过\n", "reverse", "sm_90", defines={"N": 64})
+        nvrtc_report(REVERSE_SOURCE + "// 没有编译过\n", "reverse")

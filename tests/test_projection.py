@@ -34,7 +34,7 @@ def test_projection_matches_float64(dtype, lead, n, d_in, d_out):
     assert_projection(make(*lead, n, d_in, dtype=dtype), make(d_in, d_out, dtype=dtype, seed=1), make(*lead, n, d_out, dtype=dtype, seed=2))
 
 
-# nbs/01_projection.ipynb 单元 0f85be87
+# nbs/01_projection.ipynb 单元 93539f2d
 def layouts():
     """(名称, x, w, dy)，都不是普通的连续张量。"""
     yield "every second row", make(60, 40)[::2], make(40, 24, seed=1), make(30, 24, seed=2)
@@ -63,6 +63,15 @@ def test_writes_every_element_and_nothing_else():
     projection_kernel[(2, 3)](x, w, y, 18, 47, 21, *x.stride(), *w.stride(), *y.stride(), BLOCK_M=16, BLOCK_N=16, BLOCK_K=16)
     oracle.assert_within(y, x.double() @ w.double(), oracle.matmul_bound(x, w, x.dtype))
     assert buffer.isnan().sum() == buffer.numel() - y.numel()
+
+
+# nbs/01_projection.ipynb 单元 dab78825
+def test_offsets_beyond_two_to_the_31():
+    buffer = torch.empty(2 ** 31 + 64, dtype=torch.float16)         # 只占地址空间：没写过的页不占内存
+    x = buffer.as_strided((3, 16), (2 ** 30, 1))                    # 第 2 行从第 2³¹ 个元素开始
+    x.copy_(make(3, 16, dtype=torch.float16))
+    w = make(16, 16, seed=1, dtype=torch.float16)
+    oracle.assert_within(project(x, w), x.double() @ w.double(), oracle.matmul_bound(x, w, x.dtype))
 
 
 @pytest.mark.parametrize("shape", [(0, 3, 4, 5), (2, 0, 4, 5), (2, 3, 0, 5), (2, 3, 4, 0)])
