@@ -47,7 +47,7 @@ def gamma(n: int, u: float) -> float:
     """
     return n * u / (1 - n * u) if n * u < 1 else math.inf
 
-# %% ../nbs/b_numerics.ipynb #f8d25456
+# %% ../nbs/b_numerics.ipynb #ed6bc6f2
 def poison(shape, dtype: torch.dtype = torch.float32, device="cpu") -> Tensor:
     """填满 NaN 的缓冲区：没写到的元素藏不住。
 
@@ -57,7 +57,7 @@ def poison(shape, dtype: torch.dtype = torch.float32, device="cpu") -> Tensor:
         raise TypeError(f"poison: argument dtype: expected a floating-point dtype, got {dtype}")
     return torch.full(tuple(shape), math.nan, dtype=dtype, device=device)
 
-
+# %% ../nbs/b_numerics.ipynb #98c54f36
 def _errors(actual: Tensor, expected: Tensor, bound) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(actual, expected, |actual - expected|, bound) in float64 on the CPU; equal infinities differ by 0."""
     if not (isinstance(actual, Tensor) and isinstance(expected, Tensor)):
@@ -368,7 +368,7 @@ def matmul_bound(a: Tensor, b: Tensor, out_dtype: torch.dtype, *, acc: float = F
     n = a.shape[-1] if depth is None else depth
     return _rounded(a @ b, gamma(n, acc) * (a.abs() @ b.abs()) + a.shape[-1] * TINY, out_dtype)
 
-# %% ../nbs/b_numerics.ipynb #7414b3fd
+# %% ../nbs/b_numerics.ipynb #0115b614
 EXP_ERROR = 3 * 2.0 ** -23            # ε: relative error of exp and exp2 in fp32, 3 ulp
 ARGUMENT = 5                          # roundings between q·k and the argument of exp
 
@@ -393,7 +393,7 @@ def _arithmetic(where: str, q: Tensor, p_dtype, out_dtype, *rest) -> _Arithmetic
         raise ValueError(f"{where}: argument steps: expected an int >= 1, got {t.steps!r}")
     return t
 
-
+# %% ../nbs/b_numerics.ipynb #a17975af
 def _low(dtype: torch.dtype, acc: float) -> tuple[float, float]:
     """(u, η/2) of storing in dtype; (0, 0) when the arithmetic is no finer than dtype."""
     u = unit_roundoff(dtype)
@@ -522,7 +522,7 @@ def backward_bound(q, k, v, do, *, causal=False, scale=None, mask=None, window=N
     finish = lambda x, e: _rounded(x, e + 4 * acc * (x.abs() + e), out_dtype or q.dtype)
     return finish(alpha * dq, alpha * e_q), finish(alpha * dk, alpha * e_k), finish(dv, e_v)
 
-# %% ../nbs/b_numerics.ipynb #118a45f7
+# %% ../nbs/b_numerics.ipynb #fe56af46
 def framework_error(q, k, v, do=None, *, causal=False, scale=None, mask=None, window=None, softcap=None, bias=None,
                     how: str = "naive") -> dict[str, float]:
     """PyTorch 用 q 的格式自己算，最大误差是多少：{"o": …} 或加上 "dq"、"dk"、"dv"。
@@ -555,7 +555,7 @@ def framework_error(q, k, v, do=None, *, causal=False, scale=None, mask=None, wi
         found |= {name: error(g, x) for name, g, x in zip(("dq", "dk", "dv"), grads, exact)}
     return found
 
-
+# %% ../nbs/b_numerics.ipynb #a649e43a
 def assert_no_worse(actual: Tensor, expected: Tensor, framework: float, what: str = "o", factor: float = 2.0) -> None:
     """断言最大误差不超过框架误差的 factor 倍加舍入噪声的底。
 

@@ -171,7 +171,7 @@ def test_F_expanded_gradient():
     assert q.grad.isfinite().all()
 
 
-# nbs/03_flash1.ipynb 单元 00b4a3b8
+# nbs/03_flash1.ipynb 单元 28dc5a50
 def layouts():
     """(名称, 把连续张量换成同值而步幅不同的张量的函数)；缝隙里是 NaN。"""
     yield "every second row", lambda t: torch.stack([t, oracle.poison(t.shape)], 3).flatten(2, 3)[:, :, ::2]
@@ -186,7 +186,12 @@ def test_G_every_tensor_has_its_own_strides(change, which):
     """flagos-ai/FlagAttention#45"""
     tensors = [*make_qkv(1, 2, 1, 19, 21, 24, 16), make(1, 2, 19, 16, seed=3)]
     strided = [change(t) if i in which else t for i, t in enumerate(tensors)]
-    assert all(torch.equal(a, b) for a, b in zip(run(*tensors), run(*strided)))
+    assert all(torch.equal(a, b) for a, b in zip(contiguous_run(), run(*strided)))
+
+
+@functools.lru_cache
+def contiguous_run():
+    return run(*make_qkv(1, 2, 1, 19, 21, 24, 16), make(1, 2, 19, 16, seed=3))
 
 
 def test_H_offsets_do_not_overflow_32_bits(tmp_path):
@@ -410,7 +415,7 @@ def compiled(name, d, target, causal=True, dropout=False):
     return aot.report(name, target, constexprs=constants, **options)
 
 
-# nbs/03_flash1.ipynb 单元 2f7ebed4
+# nbs/03_flash1.ipynb 单元 6903d4ca
 @pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100"])
 @pytest.mark.parametrize("d", [64, 128])
 @pytest.mark.parametrize("name", ["flash1_fwd", "flash1_bwd"])
@@ -434,6 +439,7 @@ def test_the_barrier_check_can_fail(name, tmp_path, monkeypatch):
     entry = aot.kernels()[name]
     source = open(inspect.getsourcefile(entry.kernel.fn)).read()
     assert source.count("tl.debug_barrier()") == 4
+    source = re.sub(r"^from \.(\w*)", lambda x: "from attn_book" + ("." + x[1] if x[1] else ""), source, flags=re.M)
     (tmp_path / "flash1_without_barriers.py").write_text(source.replace("tl.debug_barrier()", "pass").replace("\n_register()", "\n"))
     monkeypatch.syspath_prepend(str(tmp_path))
     kernel_ = getattr(importlib.import_module("flash1_without_barriers"), entry.kernel.fn.__name__)
@@ -441,7 +447,116 @@ def test_the_barrier_check_can_fail(name, tmp_path, monkeypatch):
     assert not barriers_are_in_place(r.ptx)[1]
 
 
-# nbs/03_flash1.ipynb 单元 9142657d
+# nbs/03_flash1.ipynb 单元 580de73b
+from attn_book import cuda
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("B, H, H_kv, Lq, Lk, D", [
+    (1, 2, 2, 70, 70, 64), (2, 2, 1, 33, 100, 64), (1, 1, 1, 100, 67, 64), (1, 1, 1, 1, 130, 64), (1, 1, 1, 20, 1, 64), (1, 1, 1, 5, 0, 64), (1, 1, 1, 40, 50, 128), (1, 1, 1, 20, 40, 63)])
+def test_cuda_values(B, H, H_kv, Lq, Lk, D, causal):
+    q, k, v = (torch.randn(B, h, n, D) for h, n in ((H, Lq), (H_kv, Lk), (H_kv, Lk)))
+    o, lse = flash1_cuda(q, k, v, causal=causal, return_lse=True)
+    exact, bound = oracle.attention(q, k, v, causal=causal), cuda_bound(q, k, v, causal)
+    oracle.assert_within(o, exact[0], bound[0], "o")
+    oracle.assert_within(lse, exact[1], bound[1], "lse")
+
+
+def test_cuda_large_scores_do_not_overflow():
+    q, k, v = (torch.randn(1, 1, 40, 64) * s for s in (40, 40, 1))
+    o, lse = flash1_cuda(q, k, v, causal=True, return_lse=True)
+    exact, bound = oracle.attention(q, k, v, causal=True), cuda_bound(q, k, v, True)
+    oracle.assert_within(o, exact[0], bound[0]), oracle.assert_within(lse, exact[1], bound[1], "lse")
+
+
+def test_cuda_layouts_and_empty_sizes():
+    q, k, v = (torch.randn(1, 40, 2, 64).transpose(1, 2) for _ in range(3))
+    assert torch.equal(flash1_cuda(q, k, v), flash1_cuda(*(x.contiguous() for x in (q, k, v))))
+    assert flash1_cuda(torch.ones(0, 2, 5, 64), torch.ones(0, 2, 7, 64), torch.ones(0, 2, 7, 64)).shape == (0, 2, 5, 64)
+    assert flash1_cuda(torch.ones(1, 2, 0, 64), torch.ones(1, 2, 7, 64), torch.ones(1, 2, 7, 64)).shape == (1, 2, 0, 64)
+
+
+def test_cuda_wrong_inputs_are_named():
+    q = torch.ones(1, 1, 4, 64)
+    for args, error, match in (((q.half(),) * 3, TypeError, "q"), ((q, q, q[..., :32]), ValueError, "v"), ((q, q[:, :, :, :32], q), ValueError, "k"),
+                               ((torch.ones(1, 1, 4, 300),) * 3, ValueError, "256")):
+        with pytest.raises(error, match=match): flash1_cuda(*args)
+    with pytest.raises(TypeError, match="scale"): flash1_cuda(q, q, q, scale="1")
+    with pytest.raises(ValueError, match="D"): cuda_blocks(1000)
+
+
+# nbs/03_flash1.ipynb 单元 245bd87f
+CUDA_FAULTS = (("w_old[r] * (j", "w_old[r]", "1.f"),                          # 不重缩放旧的 O
+               ("col <= row + Lk - Lq)", "col <= row + Lk - Lq", "col <= row"),   # 因果掩码左上对齐
+               ("S[r][n] = col < Lk", "col < Lk", "true"))                         # 不掩去尾巴
+
+
+def sabotaged():
+    """FLASH1_CUDA 加一个参数 fault：1 到 4 删去第几道屏障，5 起是 CUDA_FAULTS 的各处。"""
+    head, *rest = FLASH1_CUDA.replace("int causal)", "int causal, int fault)").split("__syncthreads();")
+    source = head + "".join(f"if (fault != {n}) __syncthreads();{part}" for n, part in enumerate(rest, 1))
+    for n, (place, right, wrong) in enumerate(CUDA_FAULTS, 5):
+        assert source.count(place) == 1
+        source = source.replace(place, place.replace(right, f"(fault == {n} ? {wrong} : {right})"))
+    return source
+
+
+@functools.lru_cache
+def fault_inputs():
+    g = torch.Generator().manual_seed(1)
+    return tuple(torch.randn(1, 1, n, 64, generator=g) for n in (40, 70, 70))
+
+
+def run_with_fault(fault, seed=0):
+    (q, k, v), causal = fault_inputs(), fault != 7                                # 因果掩码会顺带掩去尾巴
+    o, l, m, _ = flash1_cuda_forward(q, k, v, scale=64 ** -0.5, causal=causal, source=sabotaged(), extra=(fault,), seed=seed)
+    exact, bound = oracle.attention(q, k, v, causal=causal), cuda_bound(q, k, v, causal)
+    oracle.assert_within(o, exact[0], bound[0], "o")
+    oracle.assert_within(m + torch.log(l), exact[1], bound[1], "lse")
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("fault", range(8))
+def test_cuda_faults_are_caught(fault, seed):
+    if fault == 0:
+        return run_with_fault(0, seed)                                       # 没有弄坏：通过
+    error, match = (RuntimeError, "数据竞争|读了还没有写") if fault <= 4 else (AssertionError, "outside the bound")
+    with pytest.raises(error, match=match):
+        run_with_fault(fault, seed)
+
+
+def test_cuda_result_does_not_depend_on_the_order_of_threads():
+    q, k, v = fault_inputs()
+    runs = [flash1_cuda_forward(q, k, v, scale=0.1, causal=True, seed=s)[:3] for s in range(3)]
+    assert all(torch.equal(x, y) for r in runs[1:] for x, y in zip(r, runs[0]))
+
+
+# nbs/03_flash1.ipynb 单元 e1ebc23a
+from attn_book.ledger import ledger
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("Lq, Lk", [(70, 70), (33, 100), (100, 67)])
+def test_cuda_and_triton_move_the_same_bytes(Lq, Lk, causal):
+    q, k, v = (torch.randn(1, 2, n, 64) for n in (Lq, Lk, Lk))
+    run = flash1_cuda_forward(q, k, v, scale=0.1, causal=causal)[3]
+    c = cuda_blocks(64)
+    with ledger() as led:
+        flash1_forward(q, k, v, scale=0.1, causal=causal, blocks=(c["BLOCK_M"], c["BLOCK_N"]))
+    both = lambda counts, x: counts[f"{x}_ptr"] + (counts["acc_ptr"] if x == "o" else 0)     # fp32：半成品就放在 o 里
+    assert run.read == {x: both(led.read, x) for x in "qkvolm"} and run.written == {x: both(led.written, x) for x in "qkvolm"}
+
+
+# nbs/03_flash1.ipynb 单元 d9ff316a
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100"])
+@pytest.mark.parametrize("d", [64, 128])
+def test_cuda_machine_code(d, target):
+    r = cuda.nvrtc_report(FLASH1_CUDA, "flash1", target, defines=cuda_blocks(d))
+    assert r.spills == 0 and r.stack == 0 and r.registers <= 255 and r.threads == 128
+    assert r.shared <= 48 * 1024 and r.instructions["BAR"] == 4 and r.instructions["FFMA"] and not r.instructions["HMMA"]
+
+
+# nbs/03_flash1.ipynb 单元 19dbfc84
 def counted_traffic(f):
     """(f 的结果, {"read": …, "written": …})。"""
     with ledger() as led:
@@ -449,10 +564,9 @@ def counted_traffic(f):
     return result, {"read": dict(led.read), "written": dict(led.written)}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("blocks", [(16, 16), (16, 64), (64, 16), None])
-@pytest.mark.parametrize("shape", [(1, 1, 1, 1, 1, 1, 1), (1, 2, 1, 64, 64, 32, 32), (1, 2, 2, 50, 19, 33, 40), (2, 1, 1, 17, 70, 16, 5)])
+@pytest.mark.parametrize("dtype, causal", [(torch.float32, False), (torch.float16, True), (torch.bfloat16, False)])
+@pytest.mark.parametrize("blocks", [(16, 64), (64, 16), None])
+@pytest.mark.parametrize("shape", [(1, 1, 1, 1, 1, 1, 1), (1, 2, 1, 64, 64, 32, 32), (1, 1, 1, 50, 19, 33, 40), (1, 1, 1, 17, 70, 16, 5)])
 def test_traffic_equals_formula(dtype, causal, blocks, shape):
     B, H, H_kv, Lq, Lk, D, Dv = shape
     q, k, v = make_qkv(*shape, dtype=dtype)
@@ -471,3 +585,34 @@ def test_traffic_of_empty_sizes(Lq, Lk):
     assert forward == flash1_traffic(1, 1, Lq, Lk, 16, 16, torch.float32)
     _, backward = counted_traffic(lambda: flash1_backward(q, k, v, o, l, m, o, scale=1.0))
     assert backward == flash1_backward_traffic(1, 1, 1, Lq, Lk, 16, 16, torch.float32)
+
+
+# nbs/03_flash1.ipynb 单元 bde247ab
+def tile_ops(B_r, B_c, d):
+    """内层循环走一块的运算次数，按账本的分类。"""
+    S, O = B_r * B_c, B_r * d
+    return dict(dot_flops=4 * S * d, mul=S + 2 * O + 2 * B_r, add=2 * S + O + 2 * B_r, exp=S + 2 * B_r, max=S, div=O)
+
+
+@pytest.mark.parametrize("blocks, d", [((32, 128), 64), ((16, 64), 64), ((32, 128), 128)])
+def test_operations_equal_the_formula(blocks, d):
+    B_r, B_c = blocks
+    q, k, v = (torch.randn(1, 2, 256, d).half() for _ in range(3))
+    with ledger() as led:
+        flash1(q, k, v, blocks=blocks)
+    tiles = 2 * (256 // B_r) * (256 // B_c)
+    assert dict(led.ops) == {name: tiles * n for name, n in tile_ops(B_r, B_c, d).items()}
+
+
+# nbs/03_flash1.ipynb 单元 32eb8939
+@pytest.mark.parametrize("odd", [0, 1])
+def test_bank_conflicts_of_the_cuda_kernel(odd):
+    q, k, v = (torch.randn(1, 1, n, 64) for n in (32, 128, 128))
+    c = cuda_blocks(64) | {"ODD": odd}
+    shared = flash1_cuda_forward(q, k, v, scale=0.1, ODD=odd)[3].shared
+    loads = 2 * 2 * c["BLOCK_M"] * c["BLOCK_N"] * 64 // 32                     # 4 块，每次取 32 个
+    assert shared["Ks"].loads == shared["Qs"].loads == shared["Vs"].loads == loads
+    assert shared["Ks"].load_waves == (1 if odd else 32) * loads               # 取一列：行距 64 时 32 波
+    assert shared["Vs"].load_waves == loads                                    # 取一行：怎样都没有冲突
+    if odd:
+        assert all(b.loads == b.load_waves and b.stores == b.store_waves for b in shared.values())

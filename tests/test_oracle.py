@@ -2,7 +2,7 @@
 from attn_book.oracle import *
 import pytest
 
-# nbs/b_numerics.ipynb 单元 33607fe4
+# nbs/b_numerics.ipynb 单元 c8ee90f0
 import itertools
 import math
 
@@ -20,6 +20,7 @@ def test_assert_within_reports_the_worst_element():
     assert ratio(a, e, 0.5) == 1.0 and ratio(a, a, 0.0) == 0.0 and ratio(a, e, 0.0) == math.inf
 
 
+# nbs/b_numerics.ipynb 单元 ca142f87
 @pytest.mark.parametrize("actual, expected, fine", [
     (-math.inf, -math.inf, True), (math.inf, -math.inf, False), (-math.inf, 0.0, False), (0.0, -math.inf, False),
     (math.nan, 0.0, False), (0.0, math.nan, False), (math.nan, math.nan, False), (math.nan, -math.inf, False)])
@@ -268,7 +269,7 @@ def test_L_lse_is_natural_and_differentiable():
     assert (dv == 0).all()
 
 
-# nbs/b_numerics.ipynb 单元 08be79e5
+# nbs/b_numerics.ipynb 单元 85a4ad94
 def test_M_extreme_logits():
     q, k, v = random_qkv(Lq=88, Lk=448, D=4)
     shift = torch.full((88, 448), -300.0, dtype=torch.float64)     # every score far below exp's reach in fp32
@@ -292,6 +293,12 @@ def test_N_junk_in_unseen_keys(junk):
     q[:, :, 2:], do[:, :, 2:] = junk, junk                         # junk queries that see no key
     grads = attention_backward(q, k, v, do, mask=keep & (torch.arange(5) < 2)[:, None])
     assert all(g.isfinite().all() for g in grads)
+
+
+def test_N_junk_behind_a_bias_of_minus_infinity():
+    q, k, v = random_qkv(Lk=3)
+    v[:, :, 1:], bias = math.nan, torch.tensor([0.0, -math.inf, -math.inf])
+    assert_within(attention(q, k, v, bias=bias)[0], attention(q, k[:, :, :1], v[:, :, :1])[0], 1e-15)
 
 
 def test_N_junk_in_seen_keys_is_reported():
@@ -350,7 +357,7 @@ def test_matmul_bound_makes_no_promise_on_overflow():
         matmul_bound(a, a, torch.float16)
 
 
-# nbs/b_numerics.ipynb 单元 e7dee3d5
+# nbs/b_numerics.ipynb 单元 4fe8c2dd
 def simulated_forward(q, k, v, keep=None, block=64, softcap=None, bias=None, broken=None, p_dtype=None):
     """FlashAttention-2 in fp32 torch, P and o rounded to q's dtype; `broken` plants one error."""
     k, v = (t.float().repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
@@ -377,8 +384,8 @@ def simulated_forward(q, k, v, keep=None, block=64, softcap=None, bias=None, bro
     return o.to(q.dtype), lse[..., 0]
 
 
-def simulated_backward(q, k, v, o, lse, do, keep=None, softcap=None, bias=None, dlse=None, broken=None):
-    """The five formulas in fp32 torch; P, dS and the gradients rounded to q's dtype."""
+def simulated_backward(q, k, v, o, lse, do, keep=None, softcap=None, bias=None, dlse=None, broken=None, p_dtype=None):
+    """The five formulas in fp32 torch; P, dS (p_dtype) and the gradients rounded to q's dtype."""
     H_kv, dtype, alpha = k.shape[1], q.dtype, 1 / math.sqrt(q.shape[-1])
     q, k, v, do = (t.float().repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (q, k, v, do))
     x = q @ k.mT * alpha
@@ -389,12 +396,12 @@ def simulated_backward(q, k, v, o, lse, do, keep=None, softcap=None, bias=None, 
     d = (do * o.float()).sum(-1, keepdim=True) - (0 if dlse is None else dlse.float()[..., None])
     ds = p * (do @ v.mT - (0 if broken == "D" else d))
     ds = ds if softcap is None else ds * (1 - tanh * tanh)
-    p, ds = p.to(dtype).float(), ds.to(dtype).float()
+    p, ds = (t.to(p_dtype or dtype).float() for t in (p, ds))
     fold = lambda t: t.unflatten(1, (H_kv, -1)).sum(2).to(dtype)
     return (ds @ k * (1.0 if broken == "scale" else alpha)).to(dtype), fold(ds.mT @ q * alpha), fold(p.mT @ do)
 
 
-# nbs/b_numerics.ipynb 单元 9f3d07b8
+# nbs/b_numerics.ipynb 单元 d1cf90b0
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("shape", [dict(), dict(B=2, H=4, H_kv=2, Lq=40, Lk=100, D=32, Dv=16),
                                    dict(Lq=70, Lk=33, D=64, Dv=64), dict(H=3, H_kv=1, Lq=1, Lk=257, D=48, Dv=80)], ids=str)
@@ -419,6 +426,40 @@ def test_bounds_hold(dtype, shape, options):
     exact = attention_backward(q, k, v, do, dlse=dlse, **options)
     bounds = backward_bound(q, k, v, do, dlse=dlse, steps=steps, steps_q=steps_q, **options)
     for what, *triple in zip(("dq", "dk", "dv"), got, exact, bounds):
+        assert_within(*triple, what)
+
+
+# nbs/b_numerics.ipynb 单元 b78c46a6
+def opposite(seed, *shape):
+    """Random numbers of size 30 whose second half nearly cancels the first, and their partner."""
+    g = torch.Generator().manual_seed(seed)
+    x, y = 30 * torch.randn(2, *shape, generator=g)
+    return torch.cat((x, -x - 0.01 * torch.randn(*shape, generator=g)), -1), torch.cat((y, y), -1)
+
+
+@pytest.mark.parametrize("hard", ["cancellation", "shifted scores", "steep softcap", "bf16 P in fp32", "subnormal P"])
+def test_bounds_hold_where_one_term_rules(hard):
+    q, k, v = random_qkv(Lq=60, Lk=60, D=32, Dv=32, dtype=torch.float32)
+    do, options, extra = torch.randn(1, 2, 60, 32), {}, {}
+    if hard == "cancellation":                                       # |q||k| and |dO||V| rule, not q·k and dO·V
+        (q, k), (do, v) = opposite(1, 1, 2, 60, 16), opposite(2, 1, 2, 60, 16)
+    if hard == "shifted scores":                                     # the argument of exp
+        options["bias"] = torch.full((60, 60), 3000.0)
+    if hard == "steep softcap":                                      # 1 - tanh² cancels
+        options["softcap"], q, k = 0.8, 1 + 0.1 * q, 1 + 0.1 * k     # every x/c is about 7
+    if hard == "bf16 P in fp32":                                     # rounding of P and dS
+        extra["p_dtype"] = torch.bfloat16
+    if hard == "subnormal P":                                        # e^-17.5 is 0 in fp16, and o is a sum of such
+        v, options["bias"] = v.abs(), torch.full((60, 60), -17.5).index_fill(1, torch.tensor([0]), 0.0)
+        v[:, :, 0], q = 0, 0.1 * q
+        q, k, v, do = (t.half() for t in (q, k, v, do))
+    k, v = k[:, :1], v[:, :1]
+    o, lse = simulated_forward(q, k, v, block=20, **options, **extra)
+    got = (o, lse, *simulated_backward(q, k, v, o, lse, do, **options, **extra))
+    exact = (*attention(q, k, v, **options), *attention_backward(q, k, v, do, **options))
+    bounds = (*attention_bound(q, k, v, steps=3, **options, **extra),
+              *backward_bound(q, k, v, do, steps=3, **options, **extra))
+    for what, *triple in zip(("o", "lse", "dq", "dk", "dv"), got, exact, bounds):
         assert_within(*triple, what)
 
 
@@ -450,7 +491,7 @@ def test_bounds_are_not_idle(dtype, least):
     assert max(shares) <= 1 and min(shares[0], *shares[2:]) >= least, shares
 
 
-# nbs/b_numerics.ipynb 单元 eab3c8b1
+# nbs/b_numerics.ipynb 单元 692ffcc8
 def simulated_standard(q, k, v, do):
     """Standard attention whose S, P, dP and dS pass through memory in q's dtype."""
     alpha, stored = 1 / math.sqrt(q.shape[-1]), lambda t: t.to(q.dtype).float()
@@ -476,6 +517,7 @@ def test_bounds_of_standard_attention(dtype, least, N, D):
         assert ratio(*triple) >= least, what
 
 
+# nbs/b_numerics.ipynb 单元 4b6f7a97
 def test_J_N_bounds_of_empty_and_junk_inputs():
     for sizes in (dict(B=0), dict(Lq=0), dict(Lk=0), dict(H=0, H_kv=0)):
         q, k, v = random_qkv(**sizes)
