@@ -404,7 +404,7 @@ def _register() -> None:
 
 _register()
 
-# %% ../nbs/03_flash1.ipynb #bd01fd45
+# %% ../nbs/03_flash1.ipynb #9f57e509
 def gpu_cases(device: str = "cuda") -> Iterator[tuple[str, Callable[[], dict[str, float]]]]:
     """在 GPU 上检验的几例：(名称, 函数)，函数返回误差与误差界之比。
 
@@ -419,7 +419,7 @@ def gpu_cases(device: str = "cuda") -> Iterator[tuple[str, Callable[[], dict[str
         exact = *oracle.attention(q, k, v, causal=causal), *oracle.attention_backward(q, k, v, do, causal=causal)
         bound = *oracle.attention_bound(q, k, v, **model), *oracle.backward_bound(q, k, v, do, steps_q=-(-shape[2] // 16), **model)
         return {"error": max(oracle.ratio(*x) for x in zip(actual, exact, bound)), "bound": 1.0}
-    for dtype, causal, shape in ((torch.float32, False, (1, 2, 200, 64)), (torch.float16, True, (2, 3, 333, 128)), (torch.bfloat16, False, (1, 2, 512, 64))):
+    for dtype, causal, shape in ((torch.float32, False, (1, 2, 100, 64)), (torch.float16, True, (2, 1, 150, 128)), (torch.bfloat16, False, (1, 1, 257, 64))):
         yield f"flash1 {dtype} causal={causal} {shape}", functools.partial(case, dtype, causal, shape)
 
 # %% ../nbs/03_flash1.ipynb #256076d1

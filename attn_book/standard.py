@@ -340,13 +340,13 @@ def _register() -> None:
 _register()
 
 # %% ../nbs/02_standard.ipynb #8406c6b6
-def gpu_cases() -> Iterator[tuple[str, Callable[[], dict[str, float]]]]:
+def gpu_cases(device: str = "cuda") -> Iterator[tuple[str, Callable[[], dict[str, float]]]]:
     """在 GPU 上检验的几例：(名称, 函数)，函数返回误差与上限之比。
 
     Cases for a GPU check: (name, thunk); thunk() runs on "cuda" and returns {"error": worst ratio to the bound, "bound": 1.0}.
     """
     def case(dtype, causal, shape):
-        q, k, v = (torch.randn(shape, dtype=dtype, device="cuda", requires_grad=True) for _ in range(3))
+        q, k, v = (torch.randn(shape, dtype=dtype, device=device, requires_grad=True) for _ in range(3))
         o, lse = standard_attention(q, k, v, causal=causal, return_lse=True)
         do = torch.randn_like(o)
         grads, options = torch.autograd.grad(o, (q, k, v), do), dict(causal=causal, materialised=True, chained=True)

@@ -206,7 +206,8 @@ def execute_notebook(path: Path, root: Path, progress=lambda done, total: None):
     cells = [(i, c) for i, c in enumerate(nb.cells) if c.cell_type == "code"]
     client = NotebookClient(nb, timeout=900, kernel_name="python3", extra_arguments=["--log-level=ERROR"],
                             resources={"metadata": {"path": str(path.parent)}})
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH", "")]))}
+    # 测试把 MPLBACKEND 设成 Agg；笔记本里的图要由 Jupyter 自己的后端画出来
+    env = {**{k: v for k, v in os.environ.items() if k != "MPLBACKEND"}, "PYTHONPATH": os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH", "")]))}
     with client.setup_kernel(env=env):
         for done, (i, cell) in enumerate(cells):
             progress(done, len(cells))
