@@ -18,12 +18,12 @@ from .launch import kernel
 from .oracle import check_qkv, check_scale
 from .projection import tile_config
 
-# %% ../nbs/02_standard.ipynb #8c8265e5
+# %% ../nbs/02_standard.ipynb #828f41a0
 @kernel
 def tile_index(M, N, H, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """本程序负责哪一块：批号 b、头号 h、行号、列号（全是 int64）。
 
-    Which (batch, head, tile) this program owns; column tiles vary fastest. One-dimensional grid.
+    Which (batch, head, tile) this program owns; column tiles vary fastest. 1-D grid.
     """
     pid = tl.program_id(0)
     tiles_n = tl.cdiv(N, BLOCK_N)                                   # T_c
@@ -35,11 +35,11 @@ def tile_index(M, N, H, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
 
 
 @kernel
-def tile_product(acc, x_ptr, y_ptr, offs_m, offs_n, M, N, K, stride_xm, stride_xk, stride_yk, stride_yn,
-                 BLOCK_K: tl.constexpr):
+def tile_product(acc, x_ptr, y_ptr, offs_m, offs_n, M, N, K,
+                 stride_xm, stride_xk, stride_yk, stride_yn, BLOCK_K: tl.constexpr):
     """acc + X[offs_m, :] Y[:, offs_n]，X (M, K)，Y (K, N)，式 (proj-tile)。
 
-    Accumulate one tile of X @ Y in fp32. Elements outside the matrices are not read and count as 0.
+    Accumulate a tile of X @ Y in fp32. Elements outside the matrices are not read, count as 0.
     """
     for k in range(0, K, BLOCK_K):                                  # 内维的一段
         offs_k = (k + tl.arange(0, BLOCK_K)).to(tl.int64)
@@ -50,34 +50,37 @@ def tile_product(acc, x_ptr, y_ptr, offs_m, offs_n, M, N, K, stride_xm, stride_x
         acc = tl.dot(x, y, acc, input_precision="ieee")
     return acc
 
-# %% ../nbs/02_standard.ipynb #e13f64ca
+# %% ../nbs/02_standard.ipynb #e689d083
 @kernel
 def scores_kernel(q_ptr, k_ptr, s_ptr, scale, Lq, Lk, D, H, group,
-                  stride_qb, stride_qh, stride_qm, stride_qd, stride_kb, stride_kh, stride_kn, stride_kd,
-                  CAUSAL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+                  stride_qb, stride_qh, stride_qm, stride_qd,
+                  stride_kb, stride_kh, stride_kn, stride_kd, CAUSAL: tl.constexpr,
+                  BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
     """步骤一与二：S = α Q Kᵀ，掩去处为 −∞，式 (std-scores)；写出 fp32 的 S (B, H, Lq, Lk)。
 
-    Scores, scaled and masked, to HBM. `group` query heads share a key head. Grid: B*H*T_r*T_c programs.
+    Scores, scaled and masked, to HBM. `group` query heads share a key head.
+    Grid: B*H*T_r*T_c programs.
     """
     b, h, offs_m, offs_n = tile_index(Lq, Lk, H, BLOCK_M, BLOCK_N)
     q_head = q_ptr + b * stride_qb + h * stride_qh
     k_head = k_ptr + b * stride_kb + h // group * stride_kh
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    acc = tile_product(acc, q_head, k_head, offs_m, offs_n, Lq, Lk, D, stride_qm, stride_qd, stride_kd, stride_kn, BLOCK_K)
+    acc = tile_product(acc, q_head, k_head, offs_m, offs_n, Lq, Lk, D,
+                       stride_qm, stride_qd, stride_kd, stride_kn, BLOCK_K)
     s = acc * scale                                                 # α q_i·k_j
     if CAUSAL:
         s = tl.where(offs_n[None, :] <= offs_m[:, None] + (Lk - Lq), s, float("-inf"))
     s_ptrs = s_ptr + (b * H + h) * Lq * Lk + offs_m[:, None] * Lk + offs_n[None, :]
     tl.store(s_ptrs, s, mask=(offs_m[:, None] < Lq) & (offs_n[None, :] < Lk))
 
-# %% ../nbs/02_standard.ipynb #4d8e7421
+# %% ../nbs/02_standard.ipynb #e12af0fa
 def _launch(f, programs: int, *args, **config) -> None:
     """启动 programs 个程序；0 个就不启动。
 
     Launch a one-dimensional grid. ValueError beyond CUDA's limit of 2**31 - 1 programs.
     """
     if programs >= 2 ** 31:
-        raise ValueError(f"{f.fn.__name__}: expected fewer than 2**31 programs, got {programs}")
+        raise ValueError(f"{f.fn.__name__}: expected < 2**31 programs, got {programs}")
     if programs:
         f[(programs,)](*args, **config)
 
@@ -85,33 +88,37 @@ def _launch(f, programs: int, *args, **config) -> None:
 def _tiling(M: int, N: int, K: int, dtype: torch.dtype, config: dict | None) -> tuple[dict, int]:
     """(块大小, 输出块数 T_r T_c)：默认取 tile_config，但不比矩阵大出许多。
 
-    Tile sizes, by default tile_config(dtype) shrunk to the matrices (powers of two, at least 16), and the tile count.
+    Tile sizes, by default tile_config(dtype) shrunk to the matrices (powers of two, at least 16),
+    and the number of output tiles.
     """
     if config is None:
         config, sizes = tile_config(dtype), {"BLOCK_M": M, "BLOCK_N": N, "BLOCK_K": K}
-        config |= {name: min(config[name], max(16, triton.next_power_of_2(n))) for name, n in sizes.items()}
+        for name, n in sizes.items():
+            config[name] = min(config[name], max(16, triton.next_power_of_2(n)))
     return config, triton.cdiv(M, config["BLOCK_M"]) * triton.cdiv(N, config["BLOCK_N"])
 
 
-def attention_scores(q: torch.Tensor, k: torch.Tensor, *, scale: float, causal: bool = False, config: dict | None = None) -> torch.Tensor:
+def attention_scores(q: torch.Tensor, k: torch.Tensor, *, scale: float, causal: bool = False,
+                     config: dict | None = None) -> torch.Tensor:
     """步骤一与二：fp32 的分数 S (B, H, Lq, Lk)，式 (std-scores)。
 
-    Masked scores of q (B, H, Lq, D) and k (B, H_kv, Lk, D), any strides. config: tile sizes and launch options.
+    Masked scores of q (B, H, Lq, D) and k (B, H_kv, Lk, D), any strides.
+    config: tile sizes and launch options.
     """
-    (B, H, Lq, D), Lk = q.shape, k.shape[2]
+    (B, H, Lq, D), (kv_heads, Lk) = q.shape, k.shape[1:3]
     config, tiles = _tiling(Lq, Lk, D, q.dtype, config)
     s = torch.empty((B, H, Lq, Lk), dtype=torch.float32, device=q.device)
-    _launch(scores_kernel, B * H * tiles, q, k, s, scale, Lq, Lk, D, H, H // max(k.shape[1], 1),
+    _launch(scores_kernel, B * H * tiles, q, k, s, scale, Lq, Lk, D, H, H // max(kv_heads, 1),
             *q.stride(), *k.stride(), CAUSAL=causal, **config)
     return s
 
-# %% ../nbs/02_standard.ipynb #961b2d13
+# %% ../nbs/02_standard.ipynb #2e3ed840
 @kernel
 def softmax_kernel(s_ptr, p_ptr, lse_ptr, Lk, BLOCK_N: tl.constexpr):
     """步骤三：一行 softmax，式 (std-softmax) 与 (std-lse)。
 
-    One row of S (fp32) to P (any float) and L (fp32). The first BLOCK_N scores stay in registers; the rest is read in
-    three passes. Grid: one program per row.
+    One row of S (fp32) to P (any float) and L (fp32). The first BLOCK_N scores stay in registers;
+    the rest is read in three passes. Grid: one program per row.
     """
     row = tl.program_id(0).to(tl.int64)
     s_row, p_row = s_ptr + row * Lk, p_ptr + row * Lk
@@ -132,37 +139,42 @@ def softmax_kernel(s_ptr, p_ptr, lse_ptr, Lk, BLOCK_N: tl.constexpr):
     tl.store(p_row + offs_n, (e0 / l).to(p_ptr.dtype.element_ty), mask=offs_n < Lk)
     for n in range(BLOCK_N, Lk, BLOCK_N):                           # 第三遍：P = e^{S−m} / ℓ
         s = tl.load(s_row + n + offs_n, mask=n + offs_n < Lk, other=float("-inf"))
-        tl.store(p_row + n + offs_n, (tl.exp(s - m) / l).to(p_ptr.dtype.element_ty), mask=n + offs_n < Lk)
+        p = tl.exp(s - m) / l
+        tl.store(p_row + n + offs_n, p.to(p_ptr.dtype.element_ty), mask=n + offs_n < Lk)
 
-# %% ../nbs/02_standard.ipynb #b80ed036
-ROW_BLOCK = 8192                      # 一行最多这么多个数留在寄存器里：8 个线程束，每个线程 32 个
+# %% ../nbs/02_standard.ipynb #84a05659
+ROW_BLOCK = 8192                      # 一行最多这么多个数留在寄存器里，每个线程 16 个
 
 
 def _row_config(length: int, block: int) -> dict:
     """行内核的段宽与线程束数。Segment width (a power of two) and warps of a row kernel."""
     width = min(block, triton.next_power_of_2(max(length, 1)))
-    return dict(BLOCK_N=width, num_warps=8 if width > 2048 else 4)
+    return dict(BLOCK_N=width, num_warps=max(4, width // 512))
 
 
-def softmax_rows(s: torch.Tensor, dtype: torch.dtype, *, block: int = ROW_BLOCK) -> tuple[torch.Tensor, torch.Tensor]:
+def softmax_rows(s: torch.Tensor, dtype: torch.dtype, *,
+                 block: int = ROW_BLOCK) -> tuple[torch.Tensor, torch.Tensor]:
     """步骤三：P（dtype）和 LSE（fp32），式 (std-softmax)。
 
-    Row-wise softmax of contiguous fp32 scores (..., Lk): P in dtype and LSE (...). block: power of two.
+    Row-wise softmax of contiguous fp32 scores (..., Lk): P in dtype, and LSE (...).
+    block: widest segment, a power of two.
     """
+    Lk = s.shape[-1]
     p = torch.empty(s.shape, dtype=dtype, device=s.device)
     lse = torch.empty(s.shape[:-1], dtype=torch.float32, device=s.device)
-    _launch(softmax_kernel, lse.numel(), s, p, lse, s.shape[-1], **_row_config(s.shape[-1], block))
+    _launch(softmax_kernel, lse.numel(), s, p, lse, Lk, **_row_config(Lk, block))
     return p, lse
 
-# %% ../nbs/02_standard.ipynb #ba38978a
+# %% ../nbs/02_standard.ipynb #53d06b92
 @kernel
 def matmul_kernel(x_ptr, y_ptr, o_ptr, scale, M, N, K, H, reduce, group,
-                  stride_xb, stride_xh, stride_xm, stride_xk, stride_yb, stride_yh, stride_yk, stride_yn,
+                  stride_xb, stride_xh, stride_xm, stride_xk,
+                  stride_yb, stride_yh, stride_yk, stride_yn,
                   BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
-    """步骤四 O = P V，以及反向的四个矩阵乘：O[h] = α Σ_r X[h·reduce + r] Y[(h·reduce + r) // group]。
+    """步骤四与反向的四个矩阵乘：O[h] = α Σ_r X[h·reduce + r] Y[(h·reduce + r) // group]。
 
-    Batched product over heads, fp32 accumulation, one rounding. O (B, H, M, N) contiguous; X and Y of any strides.
-    Grid: B*H*T_r*T_c programs.
+    Product per head, fp32 accumulation, one rounding. O (B, H, M, N) is contiguous; X and Y have
+    any strides. Grid: B*H*T_r*T_c programs.
     """
     b, h, offs_m, offs_n = tile_index(M, N, H, BLOCK_M, BLOCK_N)
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -170,32 +182,34 @@ def matmul_kernel(x_ptr, y_ptr, o_ptr, scale, M, N, K, H, reduce, group,
         hx = h * reduce + r                                         # X 的头
         x_head = x_ptr + b * stride_xb + hx * stride_xh
         y_head = y_ptr + b * stride_yb + hx // group * stride_yh
-        acc = tile_product(acc, x_head, y_head, offs_m, offs_n, M, N, K, stride_xm, stride_xk, stride_yk, stride_yn, BLOCK_K)
+        acc = tile_product(acc, x_head, y_head, offs_m, offs_n, M, N, K,
+                           stride_xm, stride_xk, stride_yk, stride_yn, BLOCK_K)
+    o = (acc * scale).to(o_ptr.dtype.element_ty)
     o_ptrs = o_ptr + (b * H + h) * M * N + offs_m[:, None] * N + offs_n[None, :]
-    tl.store(o_ptrs, (acc * scale).to(o_ptr.dtype.element_ty), mask=(offs_m[:, None] < M) & (offs_n[None, :] < N))
+    tl.store(o_ptrs, o, mask=(offs_m[:, None] < M) & (offs_n[None, :] < N))
 
-# %% ../nbs/02_standard.ipynb #6a95f165
-def head_matmul(x: torch.Tensor, y: torch.Tensor, heads: int, *, scale: float = 1.0, dtype: torch.dtype | None = None,
-                config: dict | None = None) -> torch.Tensor:
+# %% ../nbs/02_standard.ipynb #4afb7813
+def head_matmul(x: torch.Tensor, y: torch.Tensor, heads: int, *, scale: float = 1.0,
+                dtype: torch.dtype | None = None, config: dict | None = None) -> torch.Tensor:
     """逐头的矩阵乘 α X Y → (B, heads, M, N)，式 (std-output) 与 (std-grads)。
 
-    x (B, Hx, M, K), y (B, Hy, K, N), any strides. Hx is a multiple of heads (the surplus is summed) and of Hy (shared).
-    dtype of the result: x's by default.
+    x (B, Hx, M, K), y (B, Hy, K, N), any strides. Hx is a multiple of heads (the surplus is
+    summed) and of Hy (shared). dtype of the result: x's by default.
     """
-    (B, Hx, M, K), N = x.shape, y.shape[3]
+    (B, Hx, M, K), (Hy, _, N) = x.shape, y.shape[1:]
     config, tiles = _tiling(M, N, K, x.dtype, config)
     o = torch.empty((B, heads, M, N), dtype=dtype or x.dtype, device=x.device)
-    _launch(matmul_kernel, B * heads * tiles, x, y, o, scale, M, N, K, heads, Hx // max(heads, 1),
-            Hx // max(y.shape[1], 1), *x.stride(), *y.stride(), **config)
+    _launch(matmul_kernel, B * heads * tiles, x, y, o, scale, M, N, K, heads,
+            Hx // max(heads, 1), Hx // max(Hy, 1), *x.stride(), *y.stride(), **config)
     return o
 
-# %% ../nbs/02_standard.ipynb #911c56ca
+# %% ../nbs/02_standard.ipynb #05d9f5ae
 @kernel
 def dsoftmax_kernel(p_ptr, dp_ptr, dlse_ptr, ds_ptr, Lk, BLOCK_N: tl.constexpr):
     """一行 dS = P∘(dP − D + dL)，D = Σ P∘dP，式 (std-ds) 与 (std-dlse)。
 
-    One row of dS from P, dP (fp32) and dL (fp32). The first BLOCK_N elements stay in registers; the rest is read twice.
-    Grid: one program per row.
+    One row of dS from P, dP (fp32) and dL (fp32). The first BLOCK_N elements stay in registers;
+    the rest is read twice. Grid: one program per row.
     """
     row = tl.program_id(0).to(tl.int64)
     p_row, dp_row, ds_row = p_ptr + row * Lk, dp_ptr + row * Lk, ds_ptr + row * Lk
@@ -211,23 +225,26 @@ def dsoftmax_kernel(p_ptr, dp_ptr, dlse_ptr, ds_ptr, Lk, BLOCK_N: tl.constexpr):
     for n in range(BLOCK_N, Lk, BLOCK_N):                           # 第二遍：dS = P∘(dP − D)
         p = tl.load(p_row + n + offs_n, mask=n + offs_n < Lk, other=0.0).to(tl.float32)
         dp = tl.load(dp_row + n + offs_n, mask=n + offs_n < Lk, other=0.0)
-        tl.store(ds_row + n + offs_n, (p * (dp - D)).to(ds_ptr.dtype.element_ty), mask=n + offs_n < Lk)
+        ds = p * (dp - D)
+        tl.store(ds_row + n + offs_n, ds.to(ds_ptr.dtype.element_ty), mask=n + offs_n < Lk)
 
-# %% ../nbs/02_standard.ipynb #9a02a171
-def softmax_backward(p: torch.Tensor, dp: torch.Tensor, dlse: torch.Tensor, *, block: int = ROW_BLOCK) -> torch.Tensor:
+# %% ../nbs/02_standard.ipynb #0b3bd0e7
+def softmax_backward(p: torch.Tensor, dp: torch.Tensor, dlse: torch.Tensor, *,
+                     block: int = ROW_BLOCK) -> torch.Tensor:
     """dS = P∘(dP − D + dL)，与 p 同形状同格式，式 (std-dlse)。
 
-    Backward of the row softmax. p (..., Lk), dp (..., Lk) fp32, dlse (...) fp32, all contiguous.
+    Backward of the row softmax. p (..., Lk), dp (..., Lk) fp32, dlse (...) fp32, contiguous.
     """
+    Lk = p.shape[-1]
     ds = torch.empty(p.shape, dtype=p.dtype, device=p.device)
-    _launch(dsoftmax_kernel, dlse.numel(), p, dp, dlse, ds, p.shape[-1], **_row_config(p.shape[-1], block))
+    _launch(dsoftmax_kernel, dlse.numel(), p, dp, dlse, ds, Lk, **_row_config(Lk, block))
     return ds
 
-# %% ../nbs/02_standard.ipynb #76a409de
+# %% ../nbs/02_standard.ipynb #fdad2dea
 class _StandardAttention(torch.autograd.Function):
     """前向三个内核，反向五次启动。
 
-    Forward saves q, k, v and the materialised P; the mask lives in P, so the backward needs no flag for it.
+    The forward saves q, k, v and the materialised P. The mask lives in P.
     """
 
     @staticmethod
@@ -242,118 +259,141 @@ class _StandardAttention(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, do, dlse):
         q, k, v, p = ctx.saved_tensors
-        heads, kv_heads = q.shape[1], k.shape[1]
+        heads, kv_heads, scale = q.shape[1], k.shape[1], ctx.scale
+        need_q, need_k, need_v = ctx.needs_input_grad[:3]
         dq = dk = dv = None
-        if ctx.needs_input_grad[2]:
-            dv = head_matmul(p.mT, do, kv_heads)                                        # dV = Pᵀ dO
-        if ctx.needs_input_grad[0] or ctx.needs_input_grad[1]:
-            dp = head_matmul(do, v.mT, heads, dtype=torch.float32)                      # dP = dO Vᵀ
-            ds = softmax_backward(p, dp, dlse.contiguous())                             # dS = P∘(dP − D + dL)
-            dq = head_matmul(ds, k, heads, scale=ctx.scale) if ctx.needs_input_grad[0] else None         # dQ = α dS K
-            dk = head_matmul(ds.mT, q, kv_heads, scale=ctx.scale) if ctx.needs_input_grad[1] else None   # dK = α dSᵀ Q
+        if need_v:
+            dv = head_matmul(p.mT, do, kv_heads)                            # dV = Pᵀ dO
+        if need_q or need_k:
+            dp = head_matmul(do, v.mT, heads, dtype=torch.float32)          # dP = dO Vᵀ
+            ds = softmax_backward(p, dp, dlse.contiguous())                 # dS = P∘(dP − D + dL)
+        if need_q:
+            dq = head_matmul(ds, k, heads, scale=scale)                     # dQ = α dS K
+        if need_k:
+            dk = head_matmul(ds.mT, q, kv_heads, scale=scale)               # dK = α dSᵀ Q
         return dq, dk, dv, None, None
 
-# %% ../nbs/02_standard.ipynb #c1f9b592
-def standard_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = False, scale: float | None = None,
-                       return_lse: bool = False) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+# %% ../nbs/02_standard.ipynb #c16c7403
+def standard_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = False,
+                       scale: float | None = None, return_lse: bool = False
+                       ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """标准注意力：S 和 P 写进显存，可求导，CPU 与 CUDA 张量都可以。式 (std-attention)。
 
-    Unfused scaled dot-product attention; materialises S (fp32) and P (input dtype). Differentiable once, also through
-    the LSE, CPU or CUDA.
+    Unfused scaled dot-product attention: materialises S (fp32) and P (input dtype), B*H*Lq*Lk
+    elements each. Differentiable once, also through the LSE. CPU or CUDA.
 
-    q (B, H, Lq, D), k (B, H_kv, Lk, D), v (B, H_kv, Lk, Dv), one dtype of fp32 / fp16 / bf16, any strides, any sizes
-    (zero included, except D); H a multiple of H_kv. scale: 1/sqrt(D) by default. causal: query i sees keys
-    j <= i + Lk - Lq (bottom-right aligned). Returns o (B, H, Lq, Dv) in q's dtype, with return_lse also
-    lse (B, H, Lq), fp32, natural logarithm. A row that sees no key: o = 0, lse = -inf.
-    A NaN or inf in v reaches every row of its head, since 0 * NaN is NaN; one in q stays in its row.
-    Raises ValueError / TypeError naming the argument. Memory: B*H*Lq*Lk elements twice.
+    q (B, H, Lq, D), k (B, H_kv, Lk, D), v (B, H_kv, Lk, Dv): one dtype of fp32 / fp16 / bf16, any
+    strides, any sizes (zero included, except D), H a multiple of H_kv. scale: 1/sqrt(D) by default.
+    causal: query i sees keys j <= i + Lk - Lq (bottom-right aligned).
+    Returns o (B, H, Lq, Dv) in q's dtype; with return_lse also lse (B, H, Lq), fp32, natural
+    logarithm. A row that sees no key: o = 0, lse = -inf. A NaN in q stays in its row, one in k
+    reaches the rows that see it, one in v every row of its head (0 * NaN is NaN).
+    Raises ValueError / TypeError naming the argument.
     """
-    where = "standard_attention"
-    D = check_qkv(q, k, v, where=where, dtypes=(torch.float32, torch.float16, torch.bfloat16))[5]
-    for name, flag in (("causal", causal), ("return_lse", return_lse)):
-        if not isinstance(flag, bool):
-            raise TypeError(f"{where}: argument {name}: expected a bool, got {type(flag).__name__}")
+    where, dtypes = "standard_attention", (torch.float32, torch.float16, torch.bfloat16)
+    D = check_qkv(q, k, v, where=where, dtypes=dtypes)[5]
+    for name, x in (("causal", causal), ("return_lse", return_lse)):
+        if not isinstance(x, bool):
+            raise TypeError(f"{where}: argument {name}: expected a bool, got {type(x).__name__}")
     o, lse = _StandardAttention.apply(q, k, v, causal, check_scale(scale, D, where=where))
     return (o, lse) if return_lse else o
 
-# %% ../nbs/02_standard.ipynb #da584186
-def _matmul_bytes(heads: int, out_heads: int, M: int, N: int, K: int, sizes: tuple[int, int, int], config: dict) -> dict[str, int]:
+# %% ../nbs/02_standard.ipynb #d49e7926
+def _matmul_bytes(heads: int, out_heads: int, M: int, N: int, K: int, sizes: tuple[int, int, int],
+                  config: dict) -> dict[str, int]:
     """matmul_kernel 的访存量：X 读 ⌈N/B_c⌉ 遍，Y 读 ⌈M/B_r⌉ 遍，O 写一遍。
 
-    Bytes of matmul_kernel; sizes: bytes per element of X, Y, O; heads: heads of X, out_heads: heads of O.
+    Bytes of matmul_kernel. sizes: bytes per element of X, Y, O; heads of X and of O.
     """
     return {"x_ptr": sizes[0] * heads * M * K * triton.cdiv(N, config["BLOCK_N"]),
-            "y_ptr": sizes[1] * heads * K * N * triton.cdiv(M, config["BLOCK_M"]), "o_ptr": sizes[2] * out_heads * M * N}
+            "y_ptr": sizes[1] * heads * K * N * triton.cdiv(M, config["BLOCK_M"]),
+            "o_ptr": sizes[2] * out_heads * M * N}
 
 
-def standard_traffic(B: int, H: int, Lq: int, Lk: int, D: int, Dv: int, dtype: torch.dtype, *, config: dict | None = None,
-                     block: int = ROW_BLOCK) -> dict[str, dict[str, int]]:
+def standard_traffic(B: int, H: int, Lq: int, Lk: int, D: int, Dv: int, dtype: torch.dtype, *,
+                     config: dict | None = None, block: int = ROW_BLOCK) -> dict[str, dict[str, int]]:
     """前向三个内核的访存量（字节），按内核与参数名，式 (std-traffic)。
 
-    Bytes requested from global memory by the forward, {"scores", "softmax", "pv"} → {parameter: bytes}. The number of
-    key heads and the causal flag do not matter. Requests that the L2 cache serves are counted.
+    Bytes that the forward requests from global memory: {"scores", "softmax", "pv"} → {parameter:
+    bytes}. The number of key heads and the causal flag do not matter. Requests that the L2 cache
+    serves are counted.
     """
     e, c, n = dtype.itemsize, config or tile_config(dtype), B * H
-    rest = max(0, Lk - _row_config(Lk, block)["BLOCK_N"])                           # 留不进寄存器的部分
-    scores = {"q_ptr": e * n * Lq * D * triton.cdiv(Lk, c["BLOCK_N"]), "k_ptr": e * n * Lk * D * triton.cdiv(Lq, c["BLOCK_M"]),
-              "s_ptr": 4 * n * Lq * Lk}
+    rest = max(0, Lk - _row_config(Lk, block)["BLOCK_N"])           # L_k − W，留不进寄存器的部分
+    scores = {"q_ptr": e * n * Lq * D * triton.cdiv(Lk, c["BLOCK_N"]),
+              "k_ptr": e * n * Lk * D * triton.cdiv(Lq, c["BLOCK_M"]), "s_ptr": 4 * n * Lq * Lk}
     softmax = {"s_ptr": 4 * n * Lq * (Lk + 2 * rest), "p_ptr": e * n * Lq * Lk, "lse_ptr": 4 * n * Lq}
-    return {"scores": scores, "softmax": softmax, "pv": _matmul_bytes(n, n, Lq, Dv, Lk, (e, e, e), c)}
+    pv = _matmul_bytes(n, n, Lq, Dv, Lk, (e, e, e), c)
+    return {"scores": scores, "softmax": softmax, "pv": pv}
 
-# %% ../nbs/02_standard.ipynb #92a50c1b
-def standard_backward_traffic(B: int, H: int, H_kv: int, Lq: int, Lk: int, D: int, Dv: int, dtype: torch.dtype, *,
-                              config: dict | None = None, block: int = ROW_BLOCK) -> dict[str, dict[str, int]]:
+# %% ../nbs/02_standard.ipynb #ca982fb3
+def standard_backward_traffic(B: int, H: int, H_kv: int, Lq: int, Lk: int, D: int, Dv: int,
+                              dtype: torch.dtype, *, config: dict | None = None,
+                              block: int = ROW_BLOCK) -> dict[str, dict[str, int]]:
     """反向五次启动的访存量（字节），按启动与参数名，表 (std-launches)。
 
-    Bytes requested by the backward, {"dv", "dp", "dsoftmax", "dq", "dk"} → {parameter: bytes}.
+    Bytes that the backward requests: {"dv", "dp", "dsoftmax", "dq", "dk"} → {parameter: bytes}.
     """
     e, c, n, n_kv = dtype.itemsize, config or tile_config(dtype), B * H, B * H_kv
-    read = Lq * (Lk + max(0, Lk - _row_config(Lk, block)["BLOCK_N"]))
-    return {"dv": _matmul_bytes(n, n_kv, Lk, Dv, Lq, (e, e, e), c), "dp": _matmul_bytes(n, n, Lq, Lk, Dv, (e, e, 4), c),
-            "dsoftmax": {"p_ptr": e * n * read, "dp_ptr": 4 * n * read, "dlse_ptr": 4 * n * Lq, "ds_ptr": e * n * Lq * Lk},
-            "dq": _matmul_bytes(n, n, Lq, D, Lk, (e, e, e), c), "dk": _matmul_bytes(n, n_kv, Lk, D, Lq, (e, e, e), c)}
+    read = n * Lq * (Lk + max(0, Lk - _row_config(Lk, block)["BLOCK_N"]))
+    dsoftmax = {"p_ptr": e * read, "dp_ptr": 4 * read, "dlse_ptr": 4 * n * Lq, "ds_ptr": e * n * Lq * Lk}
+    return {"dv": _matmul_bytes(n, n_kv, Lk, Dv, Lq, (e, e, e), c),
+            "dp": _matmul_bytes(n, n, Lq, Lk, Dv, (e, e, 4), c), "dsoftmax": dsoftmax,
+            "dq": _matmul_bytes(n, n, Lq, D, Lk, (e, e, e), c),
+            "dk": _matmul_bytes(n, n_kv, Lk, D, Lq, (e, e, e), c)}
 
-# %% ../nbs/02_standard.ipynb #1480cd32
+# %% ../nbs/02_standard.ipynb #8962c536
 def _register() -> None:
     """登记八次启动：fp16，N = 4096，d = d_v = 128。
 
-    Register the eight launches for ahead-of-time compilation: fp16, lengths 4096, head dimension 128, default tiles.
+    Register the eight launches for ahead-of-time compilation: fp16, lengths 4096, head dimension
+    128, default tiles.
     """
     f16, f32, tiles, N, d = "*fp16", "*fp32", tile_config(torch.float16), 4096, 128
     options = {k: tiles.pop(k) for k in ("num_warps", "num_stages")}
-    strides = lambda names, units: {f"stride_{n}": 1 if n in units else "i32" for n in names.split()}
-    aot.register("standard_scores", scores_kernel, constexprs=dict(CAUSAL=True, **tiles), **options, signature=dict(
-        q_ptr=f16, k_ptr=f16, s_ptr=f32, scale="fp32", Lq=N, Lk=N, D=d, H="i32", group="i32",
-        **strides("qb qh qm qd kb kh kn kd", ("qd", "kd"))))
-    for name, sizes, out, units in (("pv", (N, d, N), f16, ("xk", "yn")), ("dv", (N, d, N), f16, ("xm", "yn")),
-                                    ("dp", (N, N, d), f32, ("xk", "yk")), ("dq", (N, d, N), f16, ("xk", "yn")),
-                                    ("dk", (N, d, N), f16, ("xm", "yn"))):
-        aot.register(f"standard_{name}", matmul_kernel, constexprs=tiles, **options, signature=dict(
-            x_ptr=f16, y_ptr=f16, o_ptr=out, scale="fp32", **dict(zip("MNK", sizes)), H="i32", reduce="i32", group="i32",
-            **strides("xb xh xm xk yb yh yk yn", units)))
+
+    def strides(names, units):
+        return {f"stride_{n}": 1 if n in units else "i32" for n in names.split()}
+    sizes = dict(scale="fp32", Lq=N, Lk=N, D=d, H="i32", group="i32")
+    aot.register("standard_scores", scores_kernel, constexprs=dict(CAUSAL=True, **tiles), **options,
+                 signature=dict(q_ptr=f16, k_ptr=f16, s_ptr=f32, **sizes,
+                                **strides("qb qh qm qd kb kh kn kd", ("qd", "kd"))))
+    for name, shape, out, units in (  # 名称、(M, N, K)、O 的格式、步幅为 1 的维
+            ("pv", (N, d, N), f16, ("xk", "yn")), ("dv", (N, d, N), f16, ("xm", "yn")),
+            ("dp", (N, N, d), f32, ("xk", "yk")), ("dq", (N, d, N), f16, ("xk", "yn")),
+            ("dk", (N, d, N), f16, ("xm", "yn"))):
+        sizes = dict(scale="fp32", **dict(zip("MNK", shape)), H="i32", reduce="i32", group="i32")
+        aot.register(f"standard_{name}", matmul_kernel, constexprs=tiles, **options,
+                     signature=dict(x_ptr=f16, y_ptr=f16, o_ptr=out, **sizes,
+                                    **strides("xb xh xm xk yb yh yk yn", units)))
     row = _row_config(ROW_BLOCK, ROW_BLOCK)
     rows = dict(constexprs={"BLOCK_N": row["BLOCK_N"]}, num_warps=row["num_warps"])
-    aot.register("standard_softmax", softmax_kernel, signature=dict(s_ptr=f32, p_ptr=f16, lse_ptr=f32, Lk="i32"), **rows)
-    aot.register("standard_dsoftmax", dsoftmax_kernel, signature=dict(p_ptr=f16, dp_ptr=f32, dlse_ptr=f32, ds_ptr=f16, Lk="i32"), **rows)
+    aot.register("standard_softmax", softmax_kernel, **rows,
+                 signature=dict(s_ptr=f32, p_ptr=f16, lse_ptr=f32, Lk="i32"))
+    aot.register("standard_dsoftmax", dsoftmax_kernel, **rows,
+                 signature=dict(p_ptr=f16, dp_ptr=f32, dlse_ptr=f32, ds_ptr=f16, Lk="i32"))
 
 
 _register()
 
-# %% ../nbs/02_standard.ipynb #8406c6b6
+# %% ../nbs/02_standard.ipynb #164a9437
 def gpu_cases(device: str = "cuda") -> Iterator[tuple[str, Callable[[], dict[str, float]]]]:
     """在 GPU 上检验的几例：(名称, 函数)，函数返回误差与上限之比。
 
-    Cases for a GPU check: (name, thunk); thunk() runs on "cuda" and returns {"error": worst ratio to the bound, "bound": 1.0}.
+    Cases for a GPU check: (name, thunk); thunk() runs on `device` and returns {"error": worst
+    ratio to the bound, "bound": 1.0}.
     """
     def case(dtype, causal, shape):
-        q, k, v = (torch.randn(shape, dtype=dtype, device=device, requires_grad=True) for _ in range(3))
+        q, k, v = (torch.randn(shape, dtype=dtype, device=device).requires_grad_() for _ in range(3))
+        do = torch.randn(shape, dtype=dtype, device=device)
         o, lse = standard_attention(q, k, v, causal=causal, return_lse=True)
-        do = torch.randn_like(o)
-        grads, options = torch.autograd.grad(o, (q, k, v), do), dict(causal=causal, materialised=True, chained=True)
-        options["acc"] = oracle.FP32 if dtype == torch.float32 else oracle.TENSOR_CORE
-        exact = oracle.attention(q, k, v, causal=causal) + oracle.attention_backward(q, k, v, do, causal=causal)
-        bound = oracle.attention_bound(q, k, v, **options) + oracle.backward_bound(q, k, v, do, **options)
-        return {"error": max(oracle.ratio(*x) for x in zip((o, lse, *grads), exact, bound)), "bound": 1.0}
+        got = (o, lse, *torch.autograd.grad(o, (q, k, v), do))
+        acc = oracle.FP32 if dtype == torch.float32 else oracle.TENSOR_CORE
+        options = dict(causal=causal, materialised=True, chained=True, acc=acc)
+        exact = *oracle.attention(q, k, v, causal=causal), *oracle.attention_backward(q, k, v, do, causal=causal)
+        bound = *oracle.attention_bound(q, k, v, **options), *oracle.backward_bound(q, k, v, do, **options)
+        return {"error": max(map(oracle.ratio, got, exact, bound)), "bound": 1.0}
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         for causal, shape in ((False, (2, 3, 200, 64)), (True, (1, 2, 333, 128))):
-            yield f"standard_attention {dtype} causal={causal} {shape}", lambda args=(dtype, causal, shape): case(*args)
+            name = f"standard_attention {dtype} causal={causal} {shape}"
+            yield name, lambda args=(dtype, causal, shape): case(*args)
