@@ -136,7 +136,7 @@ $(ALSO): .venv/triton-%/.ok: | $(STAMP)
 
 pytest: setup $(ALSO)
 	@echo "== pytest"
-	$(PY) -m pytest
+	$(PY) -m pytest -n 2 --dist loadfile
 
 lab: setup ## 打开 JupyterLab
 	@$(PY) -m jupyter lab --notebook-dir=.

@@ -404,7 +404,7 @@ def _register() -> None:
 
 _register()
 
-# %% ../nbs/03_flash1.ipynb #9f57e509
+# %% ../nbs/03_flash1.ipynb #f7bf52b3
 def gpu_cases(device: str = "cuda") -> Iterator[tuple[str, Callable[[], dict[str, float]]]]:
     """在 GPU 上检验的几例：(名称, 函数)，函数返回误差与误差界之比。
 
@@ -421,10 +421,11 @@ def gpu_cases(device: str = "cuda") -> Iterator[tuple[str, Callable[[], dict[str
         return {"error": max(oracle.ratio(*x) for x in zip(actual, exact, bound)), "bound": 1.0}
     for dtype, causal, shape in ((torch.float32, False, (1, 2, 100, 64)), (torch.float16, True, (2, 1, 150, 128)), (torch.bfloat16, False, (1, 1, 257, 64))):
         yield f"flash1 {dtype} causal={causal} {shape}", functools.partial(case, dtype, causal, shape)
+    yield from cuda_gpu_cases(device)                    # 下面的 CUDA C++ 版
 
-# %% ../nbs/03_flash1.ipynb #256076d1
+# %% ../nbs/03_flash1.ipynb #9d50f099
 #| echo: false
-FLASH1_CUDA: str = r"""// 编译时给定：D，BLOCK_M = B_r，BLOCK_N = B_c，THREADS；ODD = 1 使共享内存每行的字数为奇数
+FLASH1_CUDA: str = r"""// 编译时给定 D、BLOCK_M = B_r、BLOCK_N = B_c、THREADS；ODD = 1 使共享内存的行距为奇数
 extern "C" __global__ void __launch_bounds__(THREADS)
 flash1(const float* q, const float* k, const float* v, float* o, float* l, float* m,
        float scale, int Lq, int Lk, int group, int causal)
@@ -435,45 +436,49 @@ flash1(const float* q, const float* k, const float* v, float* o, float* l, float
     __shared__ float S[BLOCK_M][BLOCK_N | ODD];
     __shared__ float w_old[BLOCK_M];
     __shared__ float w_new[BLOCK_M];
-    const int t = threadIdx.x;
-    const long long head = blockIdx.x, kv = head / group;                  // group 个查询头共用一个键值头
-    for (int j = 0; j * BLOCK_N < max(Lk, 1); ++j) {                       // 外层：K_j、V_j
-        __syncthreads();                                                   // 上一趟的 Vs 用完了
+    const int t = threadIdx.x, off = Lk - Lq;
+    const long long head = blockIdx.x, kv = head / group;     // group 个查询头共用一个键值头
+    for (int j = 0; j * BLOCK_N < max(Lk, 1); ++j) {          // 外层：K_j、V_j
+        __syncthreads();                                      // 上一趟的 Vs 用完了
         for (int e = t; e < BLOCK_N * D; e += THREADS) {
             int n = e / D, c = e % D, col = j * BLOCK_N + n;
             Ks[n][c] = col < Lk ? k[(kv * Lk + col) * D + c] : 0.f;
             Vs[n][c] = col < Lk ? v[(kv * Lk + col) * D + c] : 0.f;
         }
-        for (int i = 0; i * BLOCK_M < Lq; ++i) {                           // 内层：Q_i
-            if (causal && j > 0 && j * BLOCK_N > (i + 1) * BLOCK_M - 1 + Lk - Lq) continue;   // 整块看不见
+        for (int i = 0; i * BLOCK_M < Lq; ++i) {              // 内层：Q_i
+            if (causal && j > 0 && j * BLOCK_N > (i + 1) * BLOCK_M - 1 + off)
+                continue;                                     // 整块看不见
             for (int e = t; e < BLOCK_M * D; e += THREADS) {
                 int r = e / D, c = e % D, row = i * BLOCK_M + r;
                 Qs[r][c] = row < Lq ? q[(head * Lq + row) * D + c] : 0.f;
             }
-            __syncthreads();                                               // Qs、Ks、Vs 齐了
+            __syncthreads();                                  // Qs、Ks、Vs 齐了
             for (int e = t; e < BLOCK_M * BLOCK_N; e += THREADS) {
-                int r = e / BLOCK_N, n = e % BLOCK_N, row = i * BLOCK_M + r, col = j * BLOCK_N + n;
-                float s = 0.f;
-                for (int c = 0; c < D; ++c) s += Qs[r][c] * Ks[n][c];      // S_ij = α Q_i K_jᵀ
-                S[r][n] = col < Lk && (!causal || col <= row + Lk - Lq) ? scale * s : -INFINITY;
+                int r = e / BLOCK_N, n = e % BLOCK_N;
+                int row = i * BLOCK_M + r, col = j * BLOCK_N + n;
+                float s = 0.f;                                // S_ij = α Q_i K_jᵀ
+                for (int c = 0; c < D; ++c) s += Qs[r][c] * Ks[n][c];
+                bool seen = col < Lk && (!causal || col <= row + off);
+                S[r][n] = seen ? scale * s : -INFINITY;
             }
-            __syncthreads();                                               // S_ij 齐了
-            if (t < BLOCK_M && i * BLOCK_M + t < Lq) {                     // 一个线程管一行
+            __syncthreads();                                  // S_ij 齐了
+            if (t < BLOCK_M && i * BLOCK_M + t < Lq) {        // 一个线程管一行
                 long long row = head * Lq + i * BLOCK_M + t;
-                float m_t = -INFINITY, l_t = 0.f;
+                float m_t = -INFINITY, l_t = 0.f;             // 式 (fa1-block)
                 for (int n = 0; n < BLOCK_N; ++n) m_t = fmaxf(m_t, S[t][n]);
                 for (int n = 0; n < BLOCK_N; ++n) {
-                    float p = expf(S[t][n] - (m_t == -INFINITY ? 0.f : m_t));                 // 式 (fa1-block)
+                    float p = expf(S[t][n] - (m_t == -INFINITY ? 0.f : m_t));
                     S[t][n] = p; l_t += p;
                 }
                 float m_i = j > 0 ? m[row] : -INFINITY, l_i = j > 0 ? l[row] : 0.f;
-                float m_new = fmaxf(m_i, m_t), pivot = m_new == -INFINITY ? 0.f : m_new;
-                float a = expf(m_i - pivot) * l_i, b = expf(m_t - pivot), l_new = a + b * l_t;   // 式 (fa1-diag)
-                w_old[t] = a / (l_new == 0.f ? 1.f : l_new);               // 式 (fa1-cuda-weights)
-                w_new[t] = b / (l_new == 0.f ? 1.f : l_new);
+                float m_new = fmaxf(m_i, m_t);                // 式 (fa1-diag)
+                float pivot = m_new == -INFINITY ? 0.f : m_new;
+                float a = expf(m_i - pivot) * l_i, b = expf(m_t - pivot);
+                float l_new = a + b * l_t, z = l_new == 0.f ? 1.f : l_new;
+                w_old[t] = a / z; w_new[t] = b / z;           // 式 (fa1-cuda-weights)
                 m[row] = m_new; l[row] = l_new;
             }
-            __syncthreads();                                               // P̃ 与两个系数齐了
+            __syncthreads();                                  // P̃ 与两个系数齐了
             for (int e = t; e < BLOCK_M * D; e += THREADS) {
                 int r = e / D, c = e % D, row = i * BLOCK_M + r;
                 if (row >= Lq) continue;
@@ -491,7 +496,7 @@ flash1(const float* q, const float* k, const float* v, float* o, float* l, float
 from typing import Any
 from . import cuda
 
-# %% ../nbs/03_flash1.ipynb #9a5b820a
+# %% ../nbs/03_flash1.ipynb #7753612d
 def cuda_blocks(D: int, *, limit: int = 48 * 1024) -> dict[str, int]:
     """CUDA 版的编译期常量：B_r = 16，B_c 是 limit 字节放得下的最大的 2 的幂，不超过 128。
 
@@ -504,15 +509,17 @@ def cuda_blocks(D: int, *, limit: int = 48 * 1024) -> dict[str, int]:
     return dict(D=D, BLOCK_M=16, BLOCK_N=B_c, THREADS=128, ODD=1)
 
 
-def flash1_cuda_forward(q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool = False, source: str = FLASH1_CUDA,
-                        seed: int = 0, extra: tuple = (), **macros: int) -> tuple[Tensor, Tensor, Tensor, cuda.HostRun | None]:
+def flash1_cuda_forward(q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool = False,
+                        source: str = FLASH1_CUDA, seed: int = 0, extra: tuple = (),
+                        **macros: int) -> tuple[Tensor, Tensor, Tensor, cuda.HostRun | None]:
     """启动 CUDA 版，返回 (o, ℓ, m, 账)；不检查输入。
 
     Launch FLASH1_CUDA: o like q, l and m (B,H,Lq), and on CPU tensors what the run did (attn_book.cuda.HostRun).
     source, extra arguments and macros replace the kernel's own, for experiments; seed: the order of threads on the CPU.
     """
     B, H, Lq, D = q.shape
-    o, l, m = torch.full_like(q, torch.nan, memory_format=torch.contiguous_format), *(q.new_full((B, H, Lq), torch.nan) for _ in range(2))
+    o = torch.full_like(q, torch.nan, memory_format=torch.contiguous_format)
+    l, m = (q.new_full((B, H, Lq), torch.nan) for _ in range(2))
     defines, run = cuda_blocks(D) | macros, None
     if l.numel():
         args = [*(x.contiguous() for x in (q, k, v)), o, l, m, scale, Lq, k.shape[2], H // k.shape[1], causal, *extra]
@@ -520,7 +527,8 @@ def flash1_cuda_forward(q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal
     return o, l, m, run
 
 
-def flash1_cuda(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None, return_lse: bool = False) -> Tensor | tuple[Tensor, Tensor]:
+def flash1_cuda(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None,
+                return_lse: bool = False) -> Tensor | tuple[Tensor, Tensor]:
     """CUDA C++ 版的前向：CPU 张量逐线程模拟，CUDA 张量在卡上运行；fp32，不可求导。
 
     The CUDA C++ forward: simulated thread by thread for CPU tensors (needs g++), compiled by NVRTC for CUDA tensors
@@ -531,7 +539,8 @@ def flash1_cuda(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale:
     *_, D, Dv = oracle.check_qkv(q, k, v, where=where, dtypes=(torch.float32,))
     if Dv != D or D > 256:
         raise ValueError(f"{where}: argument v: expected head dimension {D} <= 256 as in q, got {Dv}")
-    o, l, m, _ = flash1_cuda_forward(*(x.detach() for x in (q, k, v)), scale=oracle.check_scale(scale, D, where=where), causal=causal)
+    scale = oracle.check_scale(scale, D, where=where)
+    o, l, m, _ = flash1_cuda_forward(*(x.detach() for x in (q, k, v)), scale=scale, causal=causal)
     return (o, m + torch.log(l)) if return_lse else o
 
 # %% ../nbs/03_flash1.ipynb #da8c63c3

@@ -56,7 +56,7 @@ def _tf32(x: np.ndarray) -> np.ndarray:
     r = ((u + 0x1000) & np.uint32(0xFFFFE000)).view(np.float32)
     return np.where(np.isfinite(x), r, x)
 
-# %% ../nbs/c_launch.ipynb #43001f1d
+# %% ../nbs/c_launch.ipynb #79624c6d
 def _carry(new, *olds):
     "指针的出处跟着走。Let the origin of a pointer follow it."
     for o in olds:
@@ -78,7 +78,8 @@ class _Builder(_interp.InterpreterBuilder):
 
     def _access(self, ptrs, mask, event: str) -> np.ndarray:
         "检查越界，记账，返回掩码。Check bounds, report bytes, return the mask."
-        mask = np.broadcast_to(mask if isinstance(mask, np.ndarray) else mask.data, ptrs.data.shape)
+        mask = np.asarray(mask if isinstance(mask, np.ndarray) else mask.data).astype(bool, copy=False)
+        mask = np.broadcast_to(mask, ptrs.data.shape)
         addr = ptrs.data if mask.all() else ptrs.data[mask]
         if addr.size == 0: return mask
         size = max(1, ptrs.get_element_ty().primitive_bitwidth // 8)

@@ -7,6 +7,9 @@ import pytest
 import torch
 from hypothesis import settings
 
+# 两个进程分两个核：各用一个线程，互不等待。
+torch.set_num_threads(1)
+
 # 每次跑同样的例子，也不因机器慢而失败。
 settings.register_profile("book", derandomize=True, deadline=None, print_blob=True)
 settings.load_profile("book")

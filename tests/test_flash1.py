@@ -489,10 +489,10 @@ def test_cuda_wrong_inputs_are_named():
     with pytest.raises(ValueError, match="D"): cuda_blocks(1000)
 
 
-# nbs/03_flash1.ipynb 单元 245bd87f
+# nbs/03_flash1.ipynb 单元 100a54ba
 CUDA_FAULTS = (("w_old[r] * (j", "w_old[r]", "1.f"),                          # 不重缩放旧的 O
-               ("col <= row + Lk - Lq)", "col <= row + Lk - Lq", "col <= row"),   # 因果掩码左上对齐
-               ("S[r][n] = col < Lk", "col < Lk", "true"))                         # 不掩去尾巴
+               ("col <= row + off", "col <= row + off", "col <= row"),   # 因果掩码左上对齐
+               ("seen = col < Lk", "col < Lk", "true"))                         # 不掩去尾巴
 
 
 def sabotaged():

@@ -87,7 +87,7 @@ def test_dot_smaller_than_tensor_core_is_refused():
     with pytest.raises(Exception, match="K >= 16"): _dot[(1,)](a, a, a, M=8, N=8, K=8, PRECISION="ieee")
 
 
-# nbs/c_launch.ipynb 单元 bedcb442
+# nbs/c_launch.ipynb 单元 a498c431
 @kernel
 def _copy(x_ptr, z_ptr, n, BLOCK: tl.constexpr, MASK_LOAD: tl.constexpr, MASK_STORE: tl.constexpr):
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -109,6 +109,19 @@ def test_masked_lanes_without_other_are_poisoned():
         tl.store(z_ptr + i, tl.load(x_ptr + i, mask=i < 3))
     spill[(1,)](x, z)
     assert z[:3].eq(0).all() and z[3].isnan()
+
+def test_a_mask_may_be_combined_with_a_scalar_condition():
+    "块掩码 & 标量条件在解释器里成了 int32；写入仍只写该写的元素"
+    @kernel
+    def when(x_ptr, z_ptr, n, go, BLOCK: tl.constexpr):
+        i = tl.arange(0, BLOCK)
+        ok = (i < n) & (go > 0)
+        tl.store(z_ptr + i, tl.load(x_ptr + i, mask=ok, other=0.0), mask=ok)
+    x = torch.randn(50)
+    for go in (0, 1):
+        z = torch.zeros(50)
+        when[(1,)](x, z, 50, go, BLOCK=64)
+        assert torch.equal(z, x * go)
 
 def test_views_of_one_storage_keep_their_names():
     "known-failures G：q、k、v 是同一块存储的视图时，越界仍报出正确的参数"
