@@ -25,7 +25,7 @@ PY      := .venv/bin/python
 STAMP   := .venv/.ready-$(shell pwd | cksum | cut -d' ' -f1)
 HAS_GPU := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q GPU && echo 1)
 
-.PHONY: help setup book preview test sync sync-check nbtest pytest lab gpu-check clean distclean
+.PHONY: help setup book preview test sync sync-check nbtest pytest lab gpu-check bench clean distclean
 
 help: ## 列出所有目标
 	@echo "《从 W_K 到 FlashAttention-4》"
@@ -143,6 +143,9 @@ lab: setup ## 打开 JupyterLab
 
 gpu-check: setup ## 在 GPU 上对照 oracle 检验所有内核，结果写进 results/（没有 GPU：退出码 2）
 	@$(PY) -m attn_book check --out results/
+
+bench: setup ## 在 GPU 上计时，与 PyTorch、官方 FlashAttention 并排，结果写进 results/（没有 GPU：退出码 2）
+	@$(PY) -m attn_book bench --out results/
 
 clean: ## 删除成书与缓存（保留 .venv）
 	@rm -rf _build _book build dist .pytest_cache .hypothesis *.egg-info.tmp

@@ -2,9 +2,10 @@
 
 # %% auto #0
 __all__ = ['Case', 'modules', 'kernels_of', 'CliError', 'arg', 'command', 'parser', 'main', 'cards', 'versions', 'why_no_gpu',
-           'where', 'diagnosis', 'doctor', 'compile_kernel', 'cases', 'run_case', 'source_hash', 'result_path', 'check']
+           'where', 'diagnosis', 'doctor', 'compile_kernel', 'cases', 'run_case', 'source_hash', 'result_path',
+           'header', 'check', 'card_state', 'time_kernels']
 
-# %% ../nbs/g_cli.ipynb #ee10d9e0
+# %% ../nbs/g_cli.ipynb #0005a256
 import argparse, ast, difflib, hashlib, importlib, json, math, pkgutil, platform, shutil, subprocess, sys
 from collections.abc import Callable, Iterator
 from datetime import datetime, timezone
@@ -15,7 +16,7 @@ import numpy
 import torch
 import triton
 import attn_book
-from . import aot
+from . import aot, bench
 from .launch import Kernel
 
 # %% ../nbs/g_cli.ipynb #b52022ee
@@ -231,7 +232,7 @@ def run_case(name: str, run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     finite = lambda x: x if math.isfinite(x) else str(x)      # JSON 里没有 NaN 和无穷
     return {**result, "name": name, "ok": ok, "error": finite(error), "bound": finite(bound)}
 
-# %% ../nbs/g_cli.ipynb #41aa0b4a
+# %% ../nbs/g_cli.ipynb #3836c6bb
 def source_hash() -> str:
     """本库源码的散列值。SHA-256 over the library's Python files, by name and content."""
     h = hashlib.sha256()
@@ -247,7 +248,12 @@ def result_path(out: str, card: str, date: str) -> Path:
     slug = "".join(c if c.isalnum() else "-" for c in card.lower()).strip("-")
     return path / f"{slug}-{date}.json"
 
-# %% ../nbs/g_cli.ipynb #f50150bc
+def header(kind: str, card: dict[str, Any]) -> dict[str, Any]:
+    """每份结果开头的几项：卡、版本、日期、源码。What every result starts with: kind, date (UTC), card, versions, source."""
+    return {"kind": kind, "date": datetime.now(timezone.utc).isoformat(timespec="seconds"), "card": card,
+            "versions": versions(), "source_sha256": source_hash()}
+
+# %% ../nbs/g_cli.ipynb #12fb7730
 def _said(r: dict[str, Any]) -> str:
     "一个用例的结果，一句话。One case's outcome in words."
     short = lambda x: f"{x:.3g}" if isinstance(x, float) else x
@@ -273,11 +279,50 @@ def check(args: argparse.Namespace) -> int:
     if not results:
         raise CliError("没有符合条件的用例：什么也没有检验")
     if args.out:
-        now = datetime.now(timezone.utc)
-        path = result_path(args.out, card["name"], f"{now:%Y%m%d}")
+        path = result_path(args.out, card["name"], f"{datetime.now(timezone.utc):%Y%m%d}")
         path.parent.mkdir(parents=True, exist_ok=True)
-        record = {"kind": "check", "date": now.isoformat(timespec="seconds"), "device": args.device, "card": card,
-                  "versions": versions(), "source_sha256": source_hash(), "failed": failed, "cases": results}
+        record = header("check", card) | {"device": args.device, "failed": failed, "cases": results}
         path.write_text(json.dumps(record, ensure_ascii=False, indent=1, allow_nan=False, default=str) + "\n", "utf-8")
         print(f"结果写到 {path}")
     return int(failed > 0)
+
+# %% ../nbs/g_cli.ipynb #42f5c4ab
+def card_state() -> dict[str, float]:
+    """此刻的时钟（MHz）、温度（℃）、功耗（W），nvidia-smi 说多少算多少。
+    SM clock, temperature and power of the first card now; without what nvidia-smi can't tell."""
+    text = _output("nvidia-smi", "--query-gpu=clocks.sm,temperature.gpu,power.draw", "--format=csv,noheader,nounits") or ""
+    values = zip(("sm_mhz", "celsius", "watts"), text.split("\n")[0].split(","))
+    return {name: float(x) for name, x in values if x.strip().replace(".", "", 1).isdigit()}
+
+def _timed(r: dict[str, Any]) -> str:
+    "一行计时结果，一句话。One timing in words."
+    c, what = bench.Case(**r["case"]), r.get("reason", "")
+    if r["status"] == "measured":
+        what = f"{bench.speed(r) / 1e12:.4g} TFLOP/s，中位数 {r['median'] * 1e3:.4g} ms，{r['n']} 次"
+    return f"{r['status']:11} {r['provider']:14} {c}  {what}"
+
+@command("bench", "在 GPU 上计时，与 PyTorch 和官方 FlashAttention 的内核并排；没有 GPU 时退出码 2",
+         arg("--out", metavar="PATH", help="结果写到这个 JSON 文件；若是目录，文件名为 <卡>-bench-<日期>.json"),
+         arg("--minutes", type=float, default=8.0, help="大约多少分钟之内测完，缺省 8；测不完的记为没有时间"))
+def time_kernels(args: argparse.Namespace) -> int:
+    "计时，边测边写。Time the kernels, writing results as they come."
+    gpus = cards()
+    if not gpus:
+        raise CliError(f"bench 要有 GPU：{why_no_gpu()}。CPU 上由解释器执行，时间没有意义，所以不测。")
+    if not 0 < args.minutes < math.inf:
+        raise CliError(f"--minutes：得到 {args.minutes}，应为正数")
+    record = header("bench", gpus[0]) | {"dtype": "fp16", "minutes": args.minutes}
+    record["versions"] |= bench.competitors()
+    path = result_path(args.out, f"{gpus[0]['name']}-bench", f"{datetime.now(timezone.utc):%Y%m%d}") if args.out else None
+    todo, said = bench.cases(), []
+    def write(rows: list[dict[str, Any]]) -> None:
+        for r in rows[len(said):]:
+            print(_timed(r), flush=True)
+        said[:] = rows
+        done = len(rows) == len(todo) * len(bench.PROVIDERS) and not any(r["status"] == "no time" for r in rows)
+        if path:
+            bench.save(record | {"complete": done, "rows": rows}, path)
+    rows = bench.run(todo, bench.cuda_clock(), device="cuda", minutes=args.minutes, write=write, state=card_state)
+    bad = [r for r in rows if r["status"] == "wrong" or r["provider"] == bench.OURS and r["status"] == "unavailable"]
+    print(f"{gpus[0]['name']}：测了 {sum(r['status'] == 'measured' for r in rows)} 项，共 {len(rows)} 项" + (f"，写到 {path}" if path else ""))
+    return int(bool(bad))

@@ -2,7 +2,7 @@
 from attn_book.cli import *
 import pytest
 
-# nbs/g_cli.ipynb 单元 fbcaa667
+# nbs/g_cli.ipynb 单元 11aadaff
 import json
 import math
 import sys
@@ -11,7 +11,7 @@ import pytest
 import torch
 import triton.language as tl
 import attn_book
-from attn_book import aot, cli
+from attn_book import aot, bench, cli
 from attn_book.launch import kernel
 
 @kernel
@@ -107,7 +107,7 @@ def test_wrong_usage_exits_with_2(argv):
     assert e.value.code == 2
 
 
-# nbs/g_cli.ipynb 单元 e97e17ad
+# nbs/g_cli.ipynb 单元 a1f42f35
 def fake_module(*results):
     "一个只有 gpu_cases 的假模块。"
     module = types.ModuleType("attn_book.fake")
@@ -145,6 +145,64 @@ def test_check_without_gpu(capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     code, _, err = run(capsys, "check")
     assert code == 2 and "要有 GPU" in err
+
+def timed(status="measured", provider="attn_book", **more):
+    "一行计时结果。"
+    case = {"B": 1, "H": 2, "N": 512, "d": 64, "causal": True, "backward": False}
+    timing = {"n": 9, "q1": 1e-3, "median": 1e-3, "q3": 1e-3, "host": 1e-5} if status == "measured" else {"reason": "原因在此"}
+    return {"case": case, "provider": provider, "status": status, **timing, **more}
+
+@pytest.fixture
+def pretend_gpu(monkeypatch):
+    "假装有一张卡；测什么由测试自己给。"
+    monkeypatch.setattr(cli, "cards", lambda: [{"name": "Pretend GPU", "arch": "sm_00", "driver": None}])
+    monkeypatch.setattr(bench, "cuda_clock", lambda: None)
+    def measures(*batches):
+        def run(todo, clock, *, device, minutes, write, state):
+            assert device == "cuda" and minutes == 3 and len(todo) == 48
+            for i in range(len(batches)):
+                write([r for b in batches[:i + 1] for r in b])
+            return [r for b in batches for r in b]
+        monkeypatch.setattr(bench, "run", run)
+    return measures
+
+def test_bench_writes_as_it_goes(capsys, tmp_path, pretend_gpu, monkeypatch):
+    seen, save = [], bench.save
+    monkeypatch.setattr(bench, "save", lambda record, path: seen.append(len(record["rows"])) or save(record, path))
+    pretend_gpu([timed()], [timed("unavailable", "flash_attn")])
+    code, out, _ = run(capsys, "bench", "--minutes", "3", "--out", f"{tmp_path}/results/")
+    path, = (tmp_path / "results").iterdir()
+    record, = bench.load(tmp_path / "results")
+    assert code == 0 and seen == [1, 2] and path.name.startswith("pretend-gpu-bench-2")
+    assert record["source_sha256"] == source_hash() and record["versions"]["torch"] == torch.__version__ and not record["complete"]
+    assert "flash_attn" in record["versions"] and record["rows"] == [timed(), timed("unavailable", "flash_attn")]
+    assert out.count("attn_book") == 1 and "TFLOP/s" in out and "原因在此" in out and "测了 1 项，共 2 项" in out
+
+@pytest.mark.parametrize("rows, code", [([timed("wrong", "sdpa_flash")], 1), ([timed("unavailable")], 1), ([timed("no time")], 0)])
+def test_bench_exit_code(capsys, pretend_gpu, rows, code):
+    pretend_gpu(rows)
+    assert run(capsys, "bench", "--minutes", "3")[0] == code
+
+def test_bench_is_complete_when_everything_has_a_row(capsys, tmp_path, pretend_gpu):
+    pretend_gpu([timed("unavailable", "flash_attn")] * (48 * len(bench.PROVIDERS)))
+    run(capsys, "bench", "--minutes", "3", "--out", str(tmp_path / "r.json"))
+    assert bench.load(tmp_path)[0]["complete"]
+
+@pytest.mark.parametrize("minutes", ["0", "-1", "nan", "inf"])
+def test_bench_refuses_minutes(capsys, pretend_gpu, minutes):
+    code, _, err = run(capsys, "bench", "--minutes", minutes)
+    assert code == 2 and "--minutes" in err
+
+def test_bench_without_gpu(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    code, _, err = run(capsys, "bench", "--out", str(tmp_path / "r.json"))
+    assert code == 2 and "要有 GPU" in err and not (tmp_path / "r.json").exists()
+
+@pytest.mark.parametrize("text, found", [(None, {}), ("1980, 55, 612.43\n1980, 40, 70.1", {"sm_mhz": 1980, "celsius": 55, "watts": 612.43}),
+                                         ("[N/A], 40, [N/A]", {"celsius": 40})])
+def test_card_state(monkeypatch, text, found):
+    monkeypatch.setattr(cli, "_output", lambda *a: text)
+    assert card_state() == found
 
 @pytest.mark.parametrize("out, name", [("results/", "nvidia-h100-80gb-hbm3-20260102.json"), ("my.json", "my.json")])
 def test_result_path(out, name):

@@ -2,12 +2,39 @@
 from attn_book.cuda import *
 import pytest
 
-# nbs/h_cuda.ipynb 单元 bd88537d
+# nbs/h_cuda.ipynb 单元 2b233618
+def triton_layout(operand, shape):
+    "Triton 的布局：(32, 元素, 2)。operand：0、1 为乘数，None 为累加器"
+    from triton._C.libtriton import gluon_ir, ir
+    from triton.experimental.gluon import language as gl
+    context = ir.context()
+    ir.load_dialects(context)
+    builder = gluon_ir.GluonOpBuilder(context)
+    layout = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[1, 1], instr_shape=[16, 8])
+    if operand is not None:
+        layout = gl.DotOperandLayout(operand_index=operand, parent=layout, k_width=2)
+    linear = builder.to_linear_layout(layout._to_ir(builder), shape)
+    def spread(n, bases):
+        return np.bitwise_xor.reduce([np.array(b) * (n >> i & 1) for i, b in enumerate(bases)], axis=0)
+    return np.array([[spread(lane, linear.lane_bases) ^ spread(r, linear.reg_bases)
+                      for r in range(2 ** len(linear.reg_bases))] for lane in range(32)])
+
+
+def test_fragments_agree_with_the_layouts_of_triton():
+    held = fragments()
+    assert (held["a"] == triton_layout(0, [16, 16])).all()
+    assert (held["c"] == triton_layout(None, [16, 8])).all()
+    assert (held["b"] == held["trans"]).all()                          # 转置着取，与内存里本来就转置，一样
+    assert (held["b"] == triton_layout(1, [16, 16])).all()
+    assert len({tuple(x) for x in held["a"].reshape(-1, 2)}) == 256 and len({tuple(x) for x in held["c"].reshape(-1, 2)}) == 128
+
+
+# nbs/h_cuda.ipynb 单元 924bd249
 import sys
 import numpy as np
 import pytest
 import torch
-from attn_book import cuda
+from attn_book import cuda, oracle
 
 REVERSE_SOURCE = r"""extern "C" __global__ void __launch_bounds__(1024) reverse(const float* x, float* __restrict__ y, int fault)
 {
@@ -189,3 +216,224 @@ def test_without_the_extra_the_message_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "cuda.bindings", None)
     with pytest.raises(ImportError, match=r"attn-book\[cuda\]"):
         nvrtc_report(REVERSE_SOURCE + "// 没有编译过\n", "reverse")
+
+
+# nbs/h_cuda.ipynb 单元 6baf6085
+WARP_SOURCE = r"""#include "warp.h"
+extern "C" __global__ void warp(const DTYPE* x, const float* f, int* out, float* y, int what, int n)
+{
+    extern __shared__ __align__(16) DTYPE box[];
+    const int t = threadIdx.x, e = blockIdx.x * blockDim.x + t;
+    if (what == 0) out[e] = pack(DTYPE(), f[2 * e], f[2 * e + 1]);                 // 舍入
+    if (what == 1) y[t] = __shfl_xor_sync(~0u, f[t], n);                           // 洗牌
+    if (what == 2) {                                                               // 矩阵乘，d 从 f 读入
+        unsigned a[4], b[4];
+        float d[4];
+        cp_async16(box + 8 * t, x + 8 * t, true);
+        if (t < 16) cp_async16(box + 256 + 8 * t, x + 256 + 8 * t, true);
+        cp_async_commit(); cp_async_wait<0>(); __syncthreads();
+        for (int i = 0; i < 4; ++i) d[i] = f[(t / 4 + i / 2 * 8) * 8 + t % 4 * 2 + i % 2];
+        ldmatrix_x4(a, box + t % 16 * 16 + t / 16 * 8);
+        ldmatrix_x4(b, box + 256 + t % 8 * 16 + t / 8 % 2 * 8);
+        mma_m16n8k16(DTYPE(), d, a, b[0], b[1]);
+        for (int i = 0; i < 4; ++i) y[(t / 4 + i / 2 * 8) * 8 + t % 4 * 2 + i % 2] = d[i];
+    }
+    if (what == 3) {                                                               // 行距 n
+        unsigned r[4];
+        for (int i = 0; i < 8; ++i) cp_async16(box + t * n + 8 * i, x, true);
+        cp_async_commit(); cp_async_wait<0>(); __syncthreads();
+        ldmatrix_x4(r, box + t * n);
+    }
+}
+"""
+
+
+def warp(what, *, x=None, f=None, n=0, size=1, blocks=1, shared=1024, dtype=torch.float16):
+    name = {torch.float16: "fp16", torch.bfloat16: "bf16"}[dtype]
+    x, f = x if x is not None else torch.zeros(512, dtype=dtype), f if f is not None else torch.zeros(128)
+    out, y = torch.empty(size, dtype=torch.int32), torch.empty(128)
+    run = run_on_host(WARP_SOURCE, "warp", blocks, 32, [x, f, out, y, what, n], shared=shared, defines={"DTYPE": name})
+    return out, y, run
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_pack_rounds_to_nearest_even(dtype):
+    "各个 16 位的数、相邻两数的中点、中点两侧"
+    h = torch.arange(0, 0x7F80 if dtype == torch.bfloat16 else 0x7C00, dtype=torch.int32).to(torch.int16).view(dtype).float()
+    middle = (h[1:].double() + h[:-1].double()).mul(0.5).float()
+    bits = middle.view(torch.int32)
+    f = torch.cat([h, middle, (bits - 1).view(torch.float32), (bits + 1).view(torch.float32), torch.tensor([65519.99, 65520, 1e30, 3.4e38, torch.inf])])
+    f = torch.cat([f, -f])
+    f = torch.cat([f, f.new_zeros(-f.numel() % 64)])
+    out, *_ = warp(0, f=f, size=f.numel() // 2, blocks=f.numel() // 64, dtype=dtype)
+    assert torch.equal(out.view(torch.int16), f.to(dtype).view(torch.int16))
+    nan = warp(0, f=torch.full((64,), torch.nan), size=32, dtype=dtype)[0]
+    assert nan.view(dtype).isnan().all()
+
+
+@pytest.mark.parametrize("n", [0, 1, 2, 16, 31])
+def test_shuffle(n):
+    f = torch.randn(32)
+    assert torch.equal(warp(1, f=f, n=n)[1][:32], f[torch.arange(32) ^ n])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_mma_multiplies(dtype):
+    a, b, d = torch.randn(16, 16).to(dtype), torch.randn(16, 8).to(dtype), torch.randn(16, 8)
+    a[0, :4], b[:4, 0] = 2.0 ** -24 if dtype == torch.float16 else 2.0 ** -130, 1.0      # 次正规的数
+    x = torch.cat([a.flatten(), b.T.flatten(), torch.zeros(128, dtype=dtype)])
+    y = warp(2, x=x, f=d.flatten(), dtype=dtype)[1].view(16, 8)
+    whole = [torch.cat(z, 1 - i).double() for i, z in enumerate(([a, d], [b, torch.eye(8)]))]
+    oracle.assert_within(y, d.double() + a.double() @ b.double(), oracle.matmul_bound(*whole, torch.float32), "d")
+    exact = warp(2, x=torch.cat([torch.eye(16).to(dtype).flatten(), b.T.flatten(), x[384:]]), dtype=dtype)[1].view(16, 8)
+    assert torch.equal(exact, b.float())                                   # 乘单位阵：一位不差
+
+
+@pytest.mark.parametrize("pitch", [64, 72, 80, 96, 128, 136])
+def test_waves_of_ldmatrix_and_cp_async(pitch):
+    run = warp(3, n=pitch, shared=2 * 32 * pitch)[2].shared["box"]
+    eight = bank_waves([w for row in range(8) for w in range(row * pitch // 2, row * pitch // 2 + 4)])
+    assert run.loads == 4 and run.load_waves == 4 * eight and eight == {64: 8, 72: 1, 80: 2, 96: 4, 128: 8, 136: 1}[pitch]
+    assert run.stores == 32 and run.store_waves == 32 * eight              # 8 个线程写 8 行
+
+
+# nbs/h_cuda.ipynb 单元 50546638
+COPY_SOURCE = r"""#include "warp.h"
+extern "C" __global__ void copy(const fp16* x, float* y, int fault, int n)
+{
+    __shared__ __align__(16) fp16 box[2][256];
+    const int t = threadIdx.x;
+    for (int s = 0; s < 2; ++s) {
+        cp_async16(&box[s][8 * t], x + (s == 1 ? 256 : 0) + 8 * t, s == 0 || n > 256);
+        cp_async_commit();
+    }
+    if (fault != 1) { if (fault == 2) cp_async_wait<2>(); else cp_async_wait<1>(); }
+    if (fault != 3) __syncthreads();
+    unsigned r[4];
+    if (fault == 4 && t >= 16) return;
+    if (fault == 5 && t == 7) __syncthreads();
+    float d[4] = {};
+    if (fault == 6 && t == 9)
+        ldmatrix_x4(r, &box[0][8 * t]);
+    else if (fault == 7 && t == 9)
+        mma_m16n8k16(fp16(), d, r, 0u, 0u);
+    else
+        ldmatrix_x4(r, &box[fault == 8][8 * t + (fault == 9)]);
+    if (fault == 10) cp_async16(&box[0][8 * t], x, true);                  // 别人还要读
+    if (fault == 10) ldmatrix_x4(r, &box[0][8 * (t ^ 1)]);
+    cp_async_wait<0>();
+    __syncthreads();
+    if (fault == 11) { cp_async16(&box[0][8 * t], x, true); cp_async16(&box[0][8 * t], x, true); }
+    ldmatrix_x4(r, &box[1][8 * t]);
+    if (fault == 12) d[0] = __shfl_xor_sync(1u, d[0], 1);
+    if (fault == 13) cp_async16(&box[0][0] + 8 * t + 512, x, true);
+    if (fault == 14) cp_async16(&box[0][8 * t], x + 1, true);
+    mma_m16n8k16(fp16(), d, r, r[0], r[1]);
+    y[t] = d[0];
+}
+"""
+
+
+def copy(fault=0, n=512, threads=32, seed=0):
+    y = torch.full((32,), torch.nan)
+    run = run_on_host(COPY_SOURCE, "copy", 1, threads, [torch.ones(n).half(), y, fault, n], seed=seed)
+    return y, run
+
+
+def test_asynchronous_copies_arrive_and_fill_with_zeros():
+    y, run = copy()
+    assert (y == 16).all() and run.read["x"] == 1024
+    y, run = copy(n=256)                                                   # 第二块不搬：填 0，一个字节也不读
+    assert (y == 0).all() and run.read["x"] == 512 and run.shared["box"].stores == 8
+
+
+@pytest.mark.parametrize("fault, error, match", [
+    (1, RuntimeError, "的线程 0 读 box 的第 0 个元素，线程 0 的 cp.async 还在往那里搬"),       # 读的是得到它的线程，与次序无关
+    (2, RuntimeError, "cp.async 还在往那里搬"),
+    (3, RuntimeError, "数据竞争：box.*写|cp.async 还在往那里搬"),          # 自己的到了，别人的没有
+    (4, RuntimeError, "线程束等不齐.*已经结束|线程束等不齐.*等同一线程束"), (5, RuntimeError, "线程束等不齐.*第 (13|21) 行"),
+    (6, RuntimeError, "线程束等不齐.*ldmatrix_x4.*ldmatrix_x4"), (7, RuntimeError, "线程束等不齐.*(mma_m16n8k16|ldmatrix_x4)"),
+    (8, RuntimeError, "cp.async 还在往那里搬"),                            # 第二组还没有等
+    (9, IndexError, "对齐到 16"), (10, RuntimeError, "数据竞争：.*box"), (11, RuntimeError, "数据竞争：.*box"),
+    (12, RuntimeError, "第 28 行：__shfl_xor_sync"), (13, IndexError, "共享内存数组以外"), (14, IndexError, "显存地址没有对齐"),
+])
+@pytest.mark.parametrize("seed", range(2))
+def test_faults_of_warp_operations_are_caught(fault, error, match, seed):
+    with pytest.raises(error, match=match):
+        copy(fault, seed=seed)
+
+
+def test_a_warp_operation_needs_a_whole_warp():
+    with pytest.raises(RuntimeError, match="线程束等不齐"):
+        copy(threads=16)
+
+
+def test_dynamic_shared_memory():
+    source = r"""extern "C" __global__ void box(float* y, int n, int out)
+    {
+        extern __shared__ float box[];
+        auto half = box + n / 2;
+        for (int e = threadIdx.x; e < n / 2; e += 32) half[e] = e;
+        __syncthreads();
+        if (out) half[n / 2] = 0.f;
+        y[threadIdx.x] = box[n - 1 - threadIdx.x];
+    }"""
+    y = torch.empty(32)
+    for n in (64, 50 * 1024, 128):
+        run = run_on_host(source, "box", 1, 32, [y, n, False], shared=4 * n)
+        assert torch.equal(y, n / 2 - 1 - torch.arange(32.0)) and run.shared["box"].loads == 1
+    with pytest.raises(IndexError, match=r"第 128 个元素，允许 \[0, 128\)"):
+        run_on_host(source, "box", 1, 32, [y, 128, True], shared=512)
+    with pytest.raises(IndexError, match=r"允许 \[0, 0\)"):
+        run_on_host(source, "box", 1, 32, [y, 128, False])
+    for bad in (-1, True, 1.5, 228 * 1024):
+        with pytest.raises(ValueError, match="shared"): run_on_host(source, "box", 1, 32, [y, 64, False], shared=bad)
+
+
+def test_sixteen_bit_tensors():
+    source = r"""#include "warp.h"
+    extern "C" __global__ void swap(const DTYPE* __restrict__ x, DTYPE* y, int fault) {
+        int t = threadIdx.x;
+        if (fault < 2) y[t] = x[63 - t + fault];
+        else store_pair(y + t, 0x3C003C00u);
+    }"""
+    assert [p.type for p in parameters(source, "swap", {"DTYPE": "bf16"})] == ["bf16", "bf16", "int"]
+    for dtype, name in ((torch.float16, "fp16"), (torch.bfloat16, "bf16")):
+        x, y = torch.randn(64).to(dtype), torch.empty(64, dtype=dtype)
+        run = run_on_host(source, "swap", 1, 64, [x, y, 0], defines={"DTYPE": name})
+        assert torch.equal(y, x.flip(0)) and run.read["x"] == run.written["y"] == 128
+    with pytest.raises(TypeError, match="x: .*bfloat16"): run_on_host(source, "swap", 1, 64, [x.half(), y, 0], defines={"DTYPE": "bf16"})
+    with pytest.raises(IndexError, match=r"x\[64\]"): run_on_host(source, "swap", 1, 64, [x, y, 1], defines={"DTYPE": "bf16"})
+    with pytest.raises(RuntimeError, match="数据竞争：y"): run_on_host(source, "swap", 1, 32, [x, y, 2], defines={"DTYPE": "bf16"})
+    with pytest.raises(ValueError, match="不支持参数"): parameters(source, "swap")
+    with pytest.raises(ValueError, match="不支持参数"): parameters('extern "C" __global__ void f(fp16 x)', "f")
+
+
+# nbs/h_cuda.ipynb 单元 79ecec4e
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100"])
+def test_nvrtc_compiles_warp_operations(target):
+    r = nvrtc_report(FRAGMENTS, "fragments", target)
+    assert {k: r.instructions[k] for k in ("HMMA", "LDSM", "LDGSTS", "LDGDEPBAR", "DEPBAR")} == dict(HMMA=1, LDSM=5, LDGSTS=3, LDGDEPBAR=1, DEPBAR=1)
+    assert r.shared == 1536 and r.spills == 0 and r.ptx_count(r"ldmatrix\S*\.trans") == 1
+
+
+def test_nvrtc_counts_dynamic_shared_memory():
+    source = WARP_SOURCE
+    for size, fits in ((163 * 1024, True), (164 * 1024, False)):
+        r = nvrtc_report(source, "warp", "sm_80", defines={"DTYPE": "bf16"}, shared=size)
+        assert r.shared == size and r.fits is fits and r.ptx_count(r"mma\.sync\S*\.bf16") == 1
+
+
+# nbs/h_cuda.ipynb 单元 d19731af
+@pytest.mark.gpu
+def test_the_card_holds_fragments_as_simulated():
+    card = fragments("cuda")
+    assert all((card[name] == x).all() for name, x in fragments().items())
+
+
+@pytest.mark.gpu
+def test_the_card_grants_more_than_48_kb():
+    source = r"""extern "C" __global__ void big(float* y) { extern __shared__ float box[]; box[18000 + threadIdx.x] = threadIdx.x; __syncthreads(); y[threadIdx.x] = box[18063 - threadIdx.x]; }"""
+    y = torch.empty(64, device="cuda")
+    launch(source, "big", 1, 64, [y], shared=80 * 1024)
+    assert torch.equal(y.cpu(), 63 - torch.arange(64.0))
