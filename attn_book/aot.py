@@ -3,10 +3,11 @@
 # %% auto #0
 __all__ = ['TARGETS', 'SHARED_LIMIT', 'Report', 'Entry', 'register', 'kernels', 'report']
 
-# %% ../nbs/e_aot.ipynb #a16eb72b
+# %% ../nbs/e_aot.ipynb #a2d60fd2
 import functools, importlib, os, pickle, pkgutil, re, subprocess, sys, tempfile
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Callable
 import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
@@ -87,7 +88,7 @@ def _build(kernel: JITFunction, name: str, target: str, signature: dict, constex
     return Report(name, target, k.asm["ptx"], sass, k.asm["cubin"], used["registers"], used["stack"],
                   ops["LDL"] + ops["STL"], k.metadata.shared, 32 * k.metadata.num_warps, ops)
 
-# %% ../nbs/e_aot.ipynb #cc99aed5
+# %% ../nbs/e_aot.ipynb #78af9459
 @dataclass(frozen=True)
 class Entry:
     "登记的内核与它的默认签名。A registered kernel with its default signature."
@@ -95,17 +96,22 @@ class Entry:
     signature: dict
     constexprs: dict
     options: dict
+    compile: Callable[[str, dict], Report] | None = None      # (架构, 编译期常数) → 报告；None：按签名编译
 
 _registry: dict[str, Entry] = {}
 
-def register(name: str, kernel: JITFunction, *, signature: dict, constexprs: dict | None = None,
-             num_warps: int = 4, num_stages: int = 2) -> None:
+def register(name: str, kernel: JITFunction, *, signature: dict | None = None, constexprs: dict | None = None,
+             num_warps: int = 4, num_stages: int = 2, compile: Callable[[str, dict], Report] | None = None) -> None:
     """登记一个内核，供 ``report`` 和命令行使用。
     Register ``kernel`` under ``name``.
 
     signature: type of every non-constexpr parameter ("*fp16", "i32", "fp32", … or the int 1 for a unit stride);
-    constexprs: values of the constexpr parameters. Raises ValueError if a parameter is missing or unknown."""
-    _source(kernel, signature, constexprs or {})
+    constexprs: values of the constexpr parameters. Raises ValueError if a parameter is missing or unknown.
+    compile: compiles a kernel of another front end instead, from (target, constexprs); a function of a module."""
+    if compile is not None:
+        _registry[name] = Entry(kernel, {}, dict(constexprs or {}), {}, compile)
+        return
+    _source(kernel, signature or {}, constexprs or {})
     _registry[name] = Entry(kernel, dict(signature), dict(constexprs or {}), dict(num_warps=num_warps, num_stages=num_stages))
 
 def kernels() -> dict[str, Entry]:
@@ -115,11 +121,10 @@ def kernels() -> dict[str, Entry]:
         if not m.name.startswith("_") and m.name != "cli": importlib.import_module(f"attn_book.{m.name}")
     return dict(_registry)
 
-# %% ../nbs/e_aot.ipynb #fa264f83
-def _in_worker(*job) -> Report:
+# %% ../nbs/e_aot.ipynb #329e014c
+def _in_worker(f: "JITFunction | Callable", *rest) -> Report:
     "在没有 TRITON_INTERPRET 的进程里编译。Compile in a process without TRITON_INTERPRET."
-    kernel, *rest = job
-    fn = kernel.fn
+    fn = getattr(f, "fn", f)
     if fn.__module__ == "__main__":
         raise RuntimeError("设了 TRITON_INTERPRET=1 时只能编译写在模块里的内核；请去掉这个环境变量")
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
@@ -133,8 +138,8 @@ def _work() -> None:
     "工作进程的入口。Entry point of the worker process."
     module, name, rest = pickle.load(sys.stdin.buffer)
     out, sys.stdout = sys.stdout, sys.stderr
-    kernel = functools.reduce(getattr, name.split("."), importlib.import_module(module))
-    pickle.dump(_build(kernel, *rest), out.buffer)
+    f = functools.reduce(getattr, name.split("."), importlib.import_module(module))
+    pickle.dump(_build(f, *rest) if isinstance(f, JITFunction) else f(*rest), out.buffer)
 
 _reports: dict = {}
 
@@ -152,9 +157,13 @@ def report(name_or_kernel: "str | JITFunction", target: str = "sm_90", *, signat
         name, e = name_or_kernel, known[name_or_kernel]
     else:
         name, e = name_or_kernel.fn.__name__, Entry(name_or_kernel, {}, {}, dict(num_warps=4, num_stages=2))
-    options = e.options | {k: v for k, v in dict(num_warps=num_warps, num_stages=num_stages).items() if v is not None}
-    job = (e.kernel, name, target, e.signature | (signature or {}), e.constexprs | (constexprs or {}), options)
-    key = (e.kernel.cache_key, *map(repr, job[1:]))
+    options, constexprs = {k: v for k, v in dict(num_warps=num_warps, num_stages=num_stages).items() if v is not None}, constexprs or {}
+    if e.compile and (signature or options or constexprs.keys() - e.constexprs.keys()):
+        raise ValueError(f"{name}：只能改编译期常数 {sorted(e.constexprs)}（only these constexprs can be overridden）")
+    job = ((target, e.constexprs | constexprs) if e.compile else
+           (name, target, e.signature | (signature or {}), e.constexprs | constexprs, e.options | options))
+    key, here = (e.kernel.cache_key, name, *map(repr, job)), isinstance(tl.max, JITFunction)
     if key not in _reports:
-        _reports[key] = (_build if isinstance(tl.max, JITFunction) else _in_worker)(*job)
+        made = e.compile(*job) if e.compile and here else (_build if here else _in_worker)(e.compile or e.kernel, *job)
+        _reports[key] = replace(made, name=name)
     return _reports[key]

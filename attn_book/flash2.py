@@ -60,7 +60,7 @@ def seen_span(first, last, off, left, right, L, LEFT: tl.constexpr, RIGHT: tl.co
     full_hi = tl.maximum(full_hi // BLOCK * BLOCK, full_lo)
     return lo, tl.maximum(full_lo, lo), full_hi, hi
 
-# %% ../nbs/04_flash2.ipynb #b4c7c9fb
+# %% ../nbs/04_flash2.ipynb #abbc7ab1
 LOG2E = tl.constexpr(1.4426950408889634)      # 1 / ln 2
 LN2 = tl.constexpr(0.6931471805599453)
 
@@ -69,10 +69,10 @@ LN2 = tl.constexpr(0.6931471805599453)
 def tile_scores(x, i, j, off, heads, bias_base, slope_base, scale, softcap, left, right, Lq, Lk,
                 stride_bias_h, stride_bias_m, stride_bias_n, stride_slope_h, LEFT: tl.constexpr, RIGHT: tl.constexpr,
                 SOFTCAP: tl.constexpr, BIAS: tl.constexpr, ALIBI: tl.constexpr, PLAIN: tl.constexpr, MASK: tl.constexpr):
-    """QKᵀ → 以 2 为底的分数，看不见处 −∞；返回 (分数, 看得见否, tanh)。
+    """QKᵀ → 分数，看不见处 −∞；返回 (分数, 看得见否, tanh)。
 
     x: q·k of a tile; i, j, heads: positions and head of its rows and columns, broadcastable. With PLAIN the result
-    still lacks the factor scale * log2(e). BIAS: 0 none, 1 additive, 2 bool (True = keep). MASK False: no pair of
+    still lacks the factor scale. BIAS: 0 none, 1 additive, 2 bool (True = keep). MASK False: no pair of
     the tile is hidden by position.
     """
     seen, t = (i < Lq) & (j < Lk), 0.0
@@ -97,7 +97,6 @@ def tile_scores(x, i, j, off, heads, bias_base, slope_base, scale, softcap, left
                 x += bias
             else:
                 seen = seen & (bias != 0)
-        x = x * LOG2E
     if MASK or BIAS != 0:
         x = tl.where(seen, x, float("-inf"))
     return x, seen, t
@@ -169,7 +168,7 @@ def page_offsets(b, j, ok, table_ptr, page, pages, stride_page, stride_n):
     number = tl.load(table_ptr + b * pages + j // page, mask=ok, other=0).to(tl.int64)
     return number * stride_page + j % page * stride_n
 
-# %% ../nbs/04_flash2.ipynb #528e8938
+# %% ../nbs/04_flash2.ipynb #bccfa9a5
 @kernel
 def flash2_forward_kernel(
         q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, bias_ptr, slope_ptr, seed_ptr, cu_q_ptr, cu_k_ptr, table_ptr,
@@ -208,9 +207,9 @@ def flash2_forward_kernel(
             lo = tl.minimum(lo + split * share, hi)
             hi = tl.minimum(lo + share, hi)
             full_lo, full_hi = tl.minimum(tl.maximum(full_lo, lo), hi), tl.minimum(tl.maximum(full_hi, lo), hi)
-        unit = 1.0
+        unit, base = 1.0, LOG2E
         if PLAIN:
-            unit = scale * LOG2E                                              # 式 (fa2-exp2)：折进一个系数
+            unit, base = scale * LOG2E, 1.0                                   # 式 (fa2-exp2)：折进一个系数
         m = tl.full((BLOCK_M,), float("-inf"), tl.float32)
         l, acc = tl.zeros((BLOCK_M,), tl.float32), tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)      # ℓ、Õ
         for PHASE in tl.static_range(0, 3 if LEFT or RIGHT or BIAS != 0 else 2):
@@ -245,8 +244,8 @@ def flash2_forward_kernel(
                     stride_bias_m, stride_bias_n, stride_slope_h, LEFT, RIGHT, SOFTCAP, BIAS, ALIBI, PLAIN, PHASE != 0)
                 m_new = tl.maximum(m, tl.max(s, 1) * unit)
                 pivot = tl.where(m_new == float("-inf"), 0.0, m_new)  # 空行：避免 −∞ − (−∞)
-                p = tl.math.exp2(s * unit - pivot[:, None])           # P̃ = e^{S − m}：乘加一条，ex2 一条
-                rescale = tl.math.exp2(m - pivot)
+                p = tl.math.exp2((s * unit - pivot[:, None]) * base)  # P̃ = e^{S − m}；PLAIN：乘加、ex2 各一条
+                rescale = tl.math.exp2((m - pivot) * base)
                 l = l * rescale + tl.sum(p, 1)                        # 式 (fa2-l)
                 if DROPOUT:
                     keep = dropout_keep(tl.load(seed_ptr), dropout_p, b * H + h, rows, cols, BLOCK_M, 16 if PHASE == 2 else BLOCK_N)
@@ -256,7 +255,7 @@ def flash2_forward_kernel(
                 acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None], input_precision="ieee")   # 式 (fa2-o)
                 m = m_new
         o = acc / tl.where(l == 0.0, 1.0, l)[:, None]                         # 唯一的一次除法
-        lse = (m + tl.math.log2(l)) * LN2                                     # L = m + ln ℓ；空行 −∞
+        lse = (m + tl.math.log2(l)) * LN2 if PLAIN else m + tl.math.log2(l) * LN2      # L = m + ln ℓ；空行 −∞
         at = (q_begin + rows) * stride_om + heads.to(tl.int64) * stride_oh
         store_tile(o_ptr + b * stride_ob + split * stride_os, at, ok, o, DV, BLOCK_DV)
         at = q_begin + rows + heads.to(tl.int64) * stride_lh + split * stride_ls
@@ -281,7 +280,7 @@ def flash2_delta_kernel(o_ptr, do_ptr, dlse_ptr, delta_ptr, cu_q_ptr, Lq, H, til
         delta -= tl.load(dlse_ptr + b * stride_gb + h * stride_gh + (begin + rows) * stride_gm, mask=ok, other=0.0)
     tl.store(delta_ptr + b * stride_lb + h * stride_lh + begin + rows, delta, mask=ok)
 
-# %% ../nbs/04_flash2.ipynb #33c40fba
+# %% ../nbs/04_flash2.ipynb #92d1768d
 @kernel
 def tile_gradient(x, dp, lse, delta, keep, i, j, off, heads, bias_base, slope_base, scale, softcap, dropout_p, left, right,
                   Lq, Lk, stride_bias_h, stride_bias_m, stride_bias_n, stride_slope_h, LEFT: tl.constexpr,
@@ -291,13 +290,14 @@ def tile_gradient(x, dp, lse, delta, keep, i, j, off, heads, bias_base, slope_ba
 
     x, dp: tiles of q·k and dO·v; lse, delta: broadcastable along keys. The third value is the gradient of the bias.
     """
-    unit = 1.0
+    unit, base = 1.0, LOG2E
+    lse = tl.where(lse == float("-inf"), float("inf"), lse)                   # 空行：P = 0
     if PLAIN:
-        unit = scale * LOG2E
+        unit, base, lse = scale * LOG2E, 1.0, lse * LOG2E
     s, seen, t = tile_scores(x, i, j, off, heads, bias_base, slope_base, scale, softcap, left, right, Lq, Lk,
                              stride_bias_h, stride_bias_m, stride_bias_n, stride_slope_h,
                              LEFT, RIGHT, SOFTCAP, BIAS, ALIBI, PLAIN, True)
-    p = tl.math.exp2(s * unit - tl.where(lse == float("-inf"), float("inf"), lse * LOG2E))    # P = e^{S − L}；空行 0
+    p = tl.math.exp2((s * unit - lse) * base)                                 # P = e^{S − L}
     pz = p
     if DROPOUT:
         pz = tl.where(keep, p / (1 - dropout_p), 0.0)
@@ -436,7 +436,7 @@ def flash2_dq_kernel(
                 again = has_nan(dq)
         store_tile(dq_ptr + b * stride_dqb + h * stride_dqh, (q_begin + rows) * stride_dqm, ok, dq * scale, D, BLOCK_D)
 
-# %% ../nbs/04_flash2.ipynb #212da82c
+# %% ../nbs/04_flash2.ipynb #06215a21
 def _width(n: int) -> int:
     return max(16, triton.next_power_of_2(n))
 
@@ -451,7 +451,7 @@ _TILES: dict[tuple[str, int], tuple] = {       # (内核, 架构代) → 头宽 
     ("dq", 8): ((128, 64, 8, 2), (64, 64, 8, 2), (64, 32, 8, 1)),
     ("dq", 9): ((128, 128, 8, 2), (128, 64, 8, 2), (64, 64, 8, 2)),
     ("dq", 10): ((128, 128, 8, 2), (128, 64, 8, 2), (128, 64, 8, 1)),
-    ("forward", 0): ((64, 32, 8, 1), (16, 32, 8, 1), (16, 16, 8, 1)),          # 0：fp32，在 CUDA 核心上算
+    ("forward", 0): ((32, 32, 8, 1), (16, 32, 8, 1), (16, 16, 8, 1)),          # 0：fp32，在 CUDA 核心上算
     ("dkdv", 0): ((32, 32, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1)),
     ("dq", 0): ((32, 32, 8, 1), (16, 32, 8, 1), (16, 16, 8, 1))}
 
@@ -464,13 +464,14 @@ def default_config(kind: str, D: int, Dv: int, dtype: torch.dtype, capability: t
     little shared memory and none of wgmma and tcgen05 (sm_86, sm_89, sm_120) take those of sm_80.
     """
     if capability is None:
-        return dict(BLOCK_M=128, BLOCK_N=128, num_warps=4, num_stages=1)
+        summed = {"dkdv": "BLOCK_M", "dq": "BLOCK_N"}.get(kind) if dtype.itemsize > 2 else None
+        return dict(BLOCK_M=128, BLOCK_N=128, num_warps=4, num_stages=1) | ({summed: 32} if summed else {})
     generation = 0 if dtype.itemsize > 2 else capability[0] if capability[0] in (9, 10) else 8
     width = max(_width(D), _width(Dv))
     tile = _TILES[kind, generation][0 if width <= 64 else 1 if width <= 128 else 2]
     return dict(zip(("BLOCK_M", "BLOCK_N", "num_warps", "num_stages"), tile))
 
-# %% ../nbs/04_flash2.ipynb #46187036
+# %% ../nbs/04_flash2.ipynb #94ce3a1d
 def _capability(x: Tensor) -> tuple[int, int] | None:
     return torch.cuda.get_device_capability(x.device) if x.is_cuda else None
 
@@ -484,7 +485,7 @@ def _variant(tensors: tuple[Tensor, ...], scale, left, right, softcap, bias, slo
     """内核的编译期开关。Constexpr switches shared by all three kernels; tensors: those that are streamed by tiles."""
     wide = any(256 * (x.stride(2) + x.stride(3)) >= 2 ** 31 for x in tensors)       # 一块不超过 256 行、256 列
     kind = 0 if bias is None else 2 if bias.dtype == torch.uint8 else 1
-    plain = scale >= 2.0 ** -126 and softcap is None and slopes is None and kind == 0
+    plain = tensors[0].dtype.itemsize == 2 and scale >= 2.0 ** -126 and softcap is None and slopes is None and kind == 0
     return dict(LEFT=left >= 0, RIGHT=right >= 0, SOFTCAP=softcap is not None, BIAS=kind, ALIBI=slopes is not None,
                 DROPOUT=dropout_p > 0, PLAIN=plain, VARLEN=cu_q is not None, WIDE=wide)
 
@@ -1044,7 +1045,7 @@ def flash2_cuda_gpu_cases(device: str = "cuda") -> Iterator[tuple[str, Callable[
         name = f"flash2_cuda {str(dtype)[6:]} causal={causal} {shape}"
         yield name, functools.partial(case, dtype, causal, shape)
 
-# %% ../nbs/04_flash2.ipynb #3699328f
+# %% ../nbs/04_flash2.ipynb #e911a713
 def aot_signature(name: str, dtype: str = "fp16", **switches) -> tuple[dict, dict]:
     """(参数类型, 编译期开关)：内核 forward、dkdv 或 dq 在连续输入上的签名。
 
@@ -1053,7 +1054,7 @@ def aot_signature(name: str, dtype: str = "fp16", **switches) -> tuple[dict, dic
     fn = dict(forward=flash2_forward_kernel, dkdv=flash2_dkdv_kernel, dq=flash2_dq_kernel)[name]
     single = {"lse_ptr", "delta_ptr", "bias_ptr", "slope_ptr", "ds_ptr"}
     special = dict(seed_ptr="*i64", cu_q_ptr="*i32", cu_k_ptr="*i32", table_ptr="*i32", scale="fp32", softcap="fp32", dropout_p="fp32")
-    flags = dict(LEFT=False, RIGHT=True, SOFTCAP=False, BIAS=0, ALIBI=False, DROPOUT=False, PLAIN=True, VARLEN=False,
+    flags = dict(LEFT=False, RIGHT=True, SOFTCAP=False, BIAS=0, ALIBI=False, DROPOUT=False, PLAIN=dtype != "fp32", VARLEN=False,
                  PAGED=False, WIDE=False, SPLITS=1, PACK=1, ATOMIC=False, DBIAS=False) | switches
     if flags["ATOMIC"]:
         single = single | {"dq_ptr"}
@@ -1094,7 +1095,8 @@ def _register() -> None:
 
 _register()
 
-# %% ../nbs/04_flash2.ipynb #18a08ac4
+# %% ../nbs/04_flash2.ipynb #5f934191
+#| code-fold: true
 import re
 from collections import Counter, deque
 
@@ -1134,7 +1136,8 @@ def _dominators(order: list[int], before: dict[int, list[int]]) -> dict[int, int
             changed, dom[i] = changed or new != dom[i], new
     return dom
 
-# %% ../nbs/04_flash2.ipynb #ae311e55
+# %% ../nbs/04_flash2.ipynb #fa9916cb
+#| code-fold: true
 def main_loop(sass: str) -> list[str]:
     """主循环走一圈的指令：矩阵乘最多、其次最短的那条路。
 

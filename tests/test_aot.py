@@ -2,8 +2,8 @@
 from attn_book.aot import *
 import pytest
 
-# nbs/e_aot.ipynb 单元 04510a2e
-import os, subprocess, sys
+# nbs/e_aot.ipynb 单元 d7485a2e
+import dataclasses, os, subprocess, sys
 import pytest
 import triton.language as tl
 from attn_book.launch import kernel
@@ -38,12 +38,23 @@ def test_spills_are_seen():
     assert r.spills > 0 and r.stack > 0
 
 
-# nbs/e_aot.ipynb 单元 d8fe34be
+# nbs/e_aot.ipynb 单元 55c966d0
 def test_wrong_requests_are_refused():
     with pytest.raises(ValueError, match="sm_75"): report(_mm, "sm_75", signature=_types, constexprs={"N": 64})
     with pytest.raises(ValueError, match="stride"): report(_mm, "sm_80", signature={k: v for k, v in _types.items() if k != "stride"}, constexprs={"N": 64})
     with pytest.raises(ValueError, match="bogus"): register("x", _mm, signature=_types | {"bogus": "i32"}, constexprs={"N": 64})
     with pytest.raises(KeyError, match="no_such_kernel"): report("no_such_kernel", "sm_80")
+
+def _own_compiler(target, constexprs):
+    return dataclasses.replace(report(_mm, target, signature=_types, constexprs=constexprs), threads=-1)
+
+def test_a_kernel_may_bring_its_own_compiler(monkeypatch):
+    monkeypatch.setattr("attn_book.aot._registry", {})
+    register("own", _mm, constexprs={"N": 64}, compile=_own_compiler)
+    r, small = report("own", "sm_80"), report("own", "sm_80", constexprs={"N": 32})
+    assert r.name == "own" and r.threads == -1 and r.instructions["HMMA"] > small.instructions["HMMA"] > 0
+    for wrong in (dict(num_warps=8), dict(signature={"stride": "i64"}), dict(constexprs={"M": 1})):
+        with pytest.raises(ValueError, match="own.*N"): report("own", "sm_80", **wrong)
 
 def test_opcodes_are_counted_with_predicates():
     sass = "        /*0000*/                   MOV R1, c[0x0][0x28] ;\n        /*0010*/              @!P0 LDG.E R2, [R2] ;\n        /*0020*/         @UP0 UMOV UR4, 0x1 ;"

@@ -127,31 +127,58 @@ def test_bias_gradient(shape):
     assert oracle.ratio(got, exact, bound) <= 1
 
 
-# nbs/i_ops.ipynb 单元 198977d6
-SDPA_CASES = ((4, 2, 70, 70, 64, True), (2, 2, 33, 150, 32, False), (4, 1, 16, 129, 128, True),
-              (2, 1, 1, 140, 64, False), (2, 2, 100, 100, 16, True), (1, 1, 3, 40, 256, False))
+# nbs/i_ops.ipynb 单元 c26f16f8
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+SDPA_CASES = (          # H, H_kv, Lq, Lk, D, Dv, causal
+    (4, 2, 70, 70, 64, 64, True), (2, 2, 33, 150, 32, 32, False), (4, 1, 16, 129, 128, 128, True),
+    (2, 1, 1, 140, 64, 64, False), (2, 2, 100, 100, 16, 16, True), (1, 1, 3, 40, 256, 256, False))
+WIDTHS_DIFFER = ((2, 2, 70, 100, 64, 32, True), (2, 1, 33, 50, 32, 64, False), (2, 2, 5, 3, 33, 16, False))
 
 
-def against_sdpa(dtype, H, H_kv, Lq, Lk, D, causal):
-    "每个输出：(名称, 算子的结果, 真值, PyTorch 的最大误差)"
-    q, k, v, do = given(1, H, H_kv, Lq, Lk, D, D, dtype)
+def against_sdpa(dtype, case, seed, rows=0, width=0):
+    "每个输出：(名称, 算子的结果, 真值, SDPA 的最大误差)；SDPA 的输入先补 0 到 rows 行、width 列"
+    H, H_kv, Lq, Lk, D, Dv, causal = case
+    torch.manual_seed(seed)
+    q, k, v, do = given(1, H, H_kv, Lq, Lk, D, Dv, dtype)
     o, _, *grads = run(q, k, v, do, causal=causal)
-    theirs = oracle.framework_error(q, k, v, do, causal=causal, how="sdpa")
     exact = oracle.attention(q, k, v, causal=causal)[0], *oracle.attention_backward(q, k, v, do, causal=causal)
+    grow = lambda x, n: F.pad(x, (0, max(0, width - x.shape[3]), 0, max(0, n - x.shape[2])))
+    padded = grow(q, rows), grow(k, 0), grow(v, 0), grow(do, rows)
+    theirs = oracle.framework_error(*padded, causal=causal, scale=D ** -0.5, how="sdpa")
     return [(n, x, y, theirs[n]) for n, x, y in zip(("o", "dq", "dk", "dv"), (o, *grads), exact)]
 
 
+def mean_ratio(dtype, case, seeds=8, **padding):
+    "几个种子，最大误差的平均之比：{输出: 算子 / SDPA}"
+    found = [against_sdpa(dtype, case, seed, **padding) for seed in range(seeds)]
+    largest = lambda x, y: float((x.double() - y).abs().max())
+    return {out[0][0]: sum(largest(x, y) for _, x, y, _ in out) / sum(t for *_, t in out) for out in zip(*found)}
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("case", SDPA_CASES)
-def test_error_is_at_most_1_5_times_that_of_sdpa(dtype, case):
-    for name, actual, exact, theirs in against_sdpa(dtype, *case):
-        oracle.assert_no_worse(actual, exact, theirs, name, factor=1.5)
+@pytest.mark.parametrize("case", SDPA_CASES + WIDTHS_DIFFER)
+def test_16_bit_error_is_at_most_1_5_times_that_of_sdpa_flash(dtype, case):
+    for seed in range(3):
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            found = against_sdpa(dtype, case, seed, width=max(case[4:6]))
+        for name, actual, exact, theirs in found:
+            oracle.assert_no_worse(actual, exact, theirs, name, factor=1.5)
 
 
-@pytest.mark.parametrize("case", SDPA_CASES)
-def test_fp32_forward_error_is_at_most_1_5_times_that_of_sdpa(case):
-    name, actual, exact, theirs = against_sdpa(torch.float32, *case)[0]
-    oracle.assert_no_worse(actual, exact, theirs, name, factor=1.5)
+@pytest.mark.parametrize("case", SDPA_CASES + WIDTHS_DIFFER[:2])
+def test_fp32_error_is_on_average_at_most_1_5_times_that_of_sdpa(case):
+    found = mean_ratio(torch.float32, case, rows=16 if case[2] == 1 else 0)
+    assert max(found.values()) <= 1.5, found
+
+
+def test_fp32_row_with_one_key_has_probability_one():
+    "只看得见一个键：L = S，e^{S − L} 必须正好是 1，于是 O = V、dV = dO"
+    q, k, v, do = given(1, 2, 2, 40, 40, 64, 64)
+    for flags in (dict(), dict(softcap=2.0), dict(bias=torch.randn(40, 40)), dict(scale=5.0)):
+        o, _, dq, _, dv = run(q, k, v, do, window=(0, 0), **flags)
+        assert torch.equal(o, v) and torch.equal(dv, do), flags
 
 
 # nbs/i_ops.ipynb 单元 dfa67ff5
@@ -827,11 +854,12 @@ def test_gpu_cases_pass_on_the_cpu():
     assert not failed
 
 
-# nbs/i_ops.ipynb 单元 9900dbc8
+# nbs/i_ops.ipynb 单元 c18e3c42
 def test_candidates_are_pruned_by_the_compiler(monkeypatch):
     from attn_book import ops
     too_big, fine = (128, 128, 4, 3), (32, 32, 4, 2)
     monkeypatch.setitem(ops.CANDIDATES, "forward", [too_big, fine])
     found = [tuple(c.values()) for c in candidates("forward", 128, torch.bfloat16, "sm_80")]
     assert fine in found and too_big not in found and len(found) == 2        # 第一个是缺省的
-    assert not ops.aot_report("forward", "sm_80", d=128, dtype="bf16", config=ops._config(too_big)).fits
+    r = ops.aot_report("forward", "sm_80", d=128, dtype="bf16", config=ops._config(too_big))
+    assert r.spills > 0 or not r.fits

@@ -125,6 +125,9 @@ assert w.grad.shape == w.shape
 q, k, v = (torch.randn(1, h, 37, 16) for h in (4, 2, 2))
 o = standard_attention(q, k, v, causal=True)
 oracle.assert_within(o, oracle.attention(q, k, v, causal=True)[0], oracle.attention_bound(q, k, v, causal=True, materialised=True)[0], "o")
+from attn_book import attention, attention_paged, attention_varlen, merge_partials, scaled_dot_product_attention
+o = attention(q, k, v, causal=True)
+oracle.assert_within(o, oracle.attention(q, k, v, causal=True)[0], oracle.attention_bound(q, k, v, causal=True, steps=2)[0], "o")
 """
     run(python, "-c", code, cwd=python.parent)
 
