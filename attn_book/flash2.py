@@ -40,9 +40,10 @@ from . import aot, oracle
 from .flash1 import dropout_keep
 from .launch import kernel
 
-# %% ../nbs/04_flash2.ipynb #0b487dd7
+# %% ../nbs/04_flash2.ipynb #f661812f
 @kernel
-def seen_span(first, last, off, left, right, L, LEFT: tl.constexpr, RIGHT: tl.constexpr, BLOCK: tl.constexpr):
+def seen_span(first, last, off, left, right, L, LEFT: tl.constexpr, RIGHT: tl.constexpr,
+              BLOCK: tl.constexpr):
     """行 first…last 要走的键区间 [lo, hi)，其中 [full_lo, full_hi) 不用掩码，式 (fa2-visible)。
 
     Keys to visit for a range of rows; lo and the full range are multiples of BLOCK. Called with keys and queries
@@ -60,15 +61,17 @@ def seen_span(first, last, off, left, right, L, LEFT: tl.constexpr, RIGHT: tl.co
     full_hi = tl.maximum(full_hi // BLOCK * BLOCK, full_lo)
     return lo, tl.maximum(full_lo, lo), full_hi, hi
 
-# %% ../nbs/04_flash2.ipynb #abbc7ab1
-LOG2E = tl.constexpr(1.4426950408889634)      # 1 / ln 2
+# %% ../nbs/04_flash2.ipynb #b5c3a17c
+LOG2E = tl.constexpr(1.4426950408889634)  # 1 / ln 2
 LN2 = tl.constexpr(0.6931471805599453)
 
 
 @kernel
-def tile_scores(x, i, j, off, heads, bias_base, slope_base, scale, softcap, left, right, Lq, Lk,
-                stride_bias_h, stride_bias_m, stride_bias_n, stride_slope_h, LEFT: tl.constexpr, RIGHT: tl.constexpr,
-                SOFTCAP: tl.constexpr, BIAS: tl.constexpr, ALIBI: tl.constexpr, PLAIN: tl.constexpr, MASK: tl.constexpr):
+def tile_scores(
+        x, i, j, off, heads, bias_base, slope_base, scale, softcap, left, right, Lq, Lk,
+        stride_bias_h, stride_bias_m, stride_bias_n, stride_slope_h,
+        LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, BIAS: tl.constexpr,
+        ALIBI: tl.constexpr, PLAIN: tl.constexpr, MASK: tl.constexpr):
     """QKᵀ → 分数，看不见处 −∞；返回 (分数, 看得见否, tanh)。
 
     x: q·k of a tile; i, j, heads: positions and head of its rows and columns, broadcastable. With PLAIN the result
@@ -77,23 +80,24 @@ def tile_scores(x, i, j, off, heads, bias_base, slope_base, scale, softcap, left
     """
     seen, t = (i < Lq) & (j < Lk), 0.0
     if LEFT:
-        seen = seen & (j >= i + off - left)                                   # 式 (fa2-visible)
+        seen = seen & (j >= i + off - left)  # 式 (fa2-visible)
     if RIGHT:
         seen = seen & (j <= i + off + right)
     if not PLAIN:
         x = x * scale
         if SOFTCAP:
-            t = 2 * tl.sigmoid(2 * x / softcap) - 1                           # tanh(x / c)
+            t = 2 * tl.sigmoid(2 * x / softcap) - 1  # tanh(x / c)
             x = softcap * t
         if ALIBI:
             slope = tl.load(slope_base + heads * stride_slope_h)
             x -= slope * tl.abs((i + off - j).to(tl.float32))
         if BIAS != 0:
-            at = heads.to(tl.int64) * stride_bias_h + i.to(tl.int64) * stride_bias_m + j.to(tl.int64) * stride_bias_n
+            at = heads.to(tl.int64) * stride_bias_h + i.to(tl.int64) * stride_bias_m + j.to(
+                tl.int64) * stride_bias_n
             bias = tl.load(bias_base + at, mask=seen, other=0.0)
             if BIAS == 1:
                 bias = bias.to(tl.float32)
-                seen = seen & (bias != float("-inf"))                         # −∞ 的偏置就是掩码
+                seen = seen & (bias != float("-inf"))  # −∞ 的偏置就是掩码
                 x += bias
             else:
                 seen = seen & (bias != 0)
@@ -101,7 +105,7 @@ def tile_scores(x, i, j, off, heads, bias_base, slope_base, scale, softcap, left
         x = tl.where(seen, x, float("-inf"))
     return x, seen, t
 
-# %% ../nbs/04_flash2.ipynb #98fd387c
+# %% ../nbs/04_flash2.ipynb #c3d0730a
 @kernel
 def row_offsets(stride, BLOCK: tl.constexpr, WIDE: tl.constexpr):
     """块内各行的偏移，32 位或 64 位。Offsets of the rows of a tile."""
@@ -128,9 +132,10 @@ def load_tile(base, offsets, ok, stride_col, COLS: tl.constexpr, BLOCK: tl.const
 def store_tile(base, offsets, ok, x, COLS: tl.constexpr, BLOCK: tl.constexpr):
     """把 x 的前 COLS 列写到各行，只写 ok 的行。Store rows of unit column stride, rounding to the pointer's dtype."""
     cols = tl.arange(0, BLOCK)
-    tl.store(base + (offsets[:, None] + cols[None, :]), x.to(base.dtype.element_ty), mask=ok[:, None] & (cols[None, :] < COLS))
+    tl.store(base + (offsets[:, None] + cols[None, :]), x.to(base.dtype.element_ty),
+             mask=ok[:, None] & (cols[None, :] < COLS))
 
-# %% ../nbs/04_flash2.ipynb #ca04c271
+# %% ../nbs/04_flash2.ipynb #146140bd
 @kernel
 def has_nan(x):
     """x 里有没有 NaN。Whether any element of a tile is NaN."""
@@ -144,7 +149,7 @@ def isolate(w, y, seen):
     For a masked product w (M, N) @ y (N, D): rows of y with a non-finite value are zeroed there, and the weights of
     the rows of w that do see them become NaN, so that 0 * NaN never leaks and a visible NaN is never lost.
     """
-    zero = y.to(tl.float32) * 0.0                                             # 0，坏值处 NaN
+    zero = y.to(tl.float32) * 0.0  # 0，坏值处 NaN
     return tl.where(seen, w + tl.sum(zero, 1)[None, :], 0.0), tl.where(zero == 0.0, y, 0.0)
 
 # %% ../nbs/04_flash2.ipynb #098b856c
@@ -168,23 +173,28 @@ def page_offsets(b, j, ok, table_ptr, page, pages, stride_page, stride_n):
     number = tl.load(table_ptr + b * pages + j // page, mask=ok, other=0).to(tl.int64)
     return number * stride_page + j % page * stride_n
 
-# %% ../nbs/04_flash2.ipynb #bccfa9a5
+# %% ../nbs/04_flash2.ipynb #618ee7ee
 @kernel
 def flash2_forward_kernel(
-        q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, bias_ptr, slope_ptr, seed_ptr, cu_q_ptr, cu_k_ptr, table_ptr,
+        q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, bias_ptr, slope_ptr, seed_ptr, cu_q_ptr,
+        cu_k_ptr, table_ptr,
         scale, softcap, dropout_p, left, right, Lq, Lk, H, group, tiles, page, pages,
-        stride_qb, stride_qh, stride_qm, stride_qd, stride_kb, stride_kh, stride_kn, stride_kd,
-        stride_vb, stride_vh, stride_vn, stride_vd, stride_os, stride_ob, stride_oh, stride_om,
-        stride_ls, stride_lb, stride_lh, stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n,
-        stride_slope_b, stride_slope_h, D: tl.constexpr, DV: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
-        SOFTCAP: tl.constexpr, BIAS: tl.constexpr, ALIBI: tl.constexpr, DROPOUT: tl.constexpr, PLAIN: tl.constexpr,
-        VARLEN: tl.constexpr, PAGED: tl.constexpr, WIDE: tl.constexpr, SPLITS: tl.constexpr, PACK: tl.constexpr, BLOCK_M: tl.constexpr,
-        BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr):
+        stride_qb, stride_qh, stride_qm, stride_qd, stride_kb, stride_kh, stride_kn,
+        stride_kd, stride_vb, stride_vh, stride_vn, stride_vd, stride_os, stride_ob,
+        stride_oh, stride_om, stride_ls, stride_lb, stride_lh, stride_bias_b, stride_bias_h,
+        stride_bias_m, stride_bias_n, stride_slope_b, stride_slope_h,
+        D: tl.constexpr, DV: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
+        SOFTCAP: tl.constexpr, BIAS: tl.constexpr, ALIBI: tl.constexpr,
+        DROPOUT: tl.constexpr, PLAIN: tl.constexpr, VARLEN: tl.constexpr,
+        PAGED: tl.constexpr, WIDE: tl.constexpr, SPLITS: tl.constexpr, PACK: tl.constexpr,
+        BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+        BLOCK_DV: tl.constexpr):
     """FlashAttention-2 前向，论文算法 1。Grid: (tiles * SPLITS * B * H / PACK,)."""
     pid = tl.program_id(0).to(tl.int64)
-    tile, split, bh = (pid % tiles).to(tl.int32), (pid // tiles % SPLITS).to(tl.int32), pid // (tiles * SPLITS)
+    tile, split = (pid % tiles).to(tl.int32), (pid // tiles % SPLITS).to(tl.int32)
+    bh = pid // (tiles * SPLITS)
     if RIGHT:
-        tile = tiles - 1 - tile                                               # 因果：活多的行块先走
+        tile = tiles - 1 - tile  # 因果：活多的行块先走
     b, h = bh // (H // PACK), bh % (H // PACK) * PACK
     q_begin, Lq = sequence(b, cu_q_ptr, Lq, VARLEN)
     k_begin, Lk = sequence(b, cu_k_ptr, Lk, VARLEN)
@@ -192,43 +202,51 @@ def flash2_forward_kernel(
         Lk = tl.load(cu_k_ptr + b).to(tl.int32)
     if tile * BLOCK_M < Lq * PACK:
         r = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-        rows, heads, off = r // PACK, h + r % PACK, Lk - Lq                   # PACK 个查询头排在一个行块里
+        rows, heads, off = r // PACK, h + r % PACK, Lk - Lq  # PACK 个查询头排在一个行块里
         ok = rows < Lq
-        q = load_tile(q_ptr + b * stride_qb, heads.to(tl.int64) * stride_qh + (q_begin + rows) * stride_qm, ok,
+        q = load_tile(q_ptr + b * stride_qb,
+                      heads.to(tl.int64) * stride_qh + (q_begin + rows) * stride_qm, ok,
                       stride_qd, D, BLOCK_D)
         k_base, v_base = k_ptr + h // group * stride_kh, v_ptr + h // group * stride_vh
         if not PAGED:
-            k_base, v_base = k_base + b * stride_kb + k_begin * stride_kn, v_base + b * stride_vb + k_begin * stride_vn
+            k_base += b * stride_kb + k_begin * stride_kn
+            v_base += b * stride_vb + k_begin * stride_vn
         last = tl.minimum((tile + 1) * BLOCK_M, Lq * PACK) - 1
-        lo, full_lo, full_hi, hi = seen_span(tile * BLOCK_M // PACK, last // PACK, off, left, right, Lk,
-                                             LEFT, RIGHT, BLOCK_N)
-        if SPLITS > 1:                                                        # 键再分成 SPLITS 份，各算各的
+        lo, full_lo, full_hi, hi = seen_span(tile * BLOCK_M // PACK, last // PACK, off, left,
+                                             right, Lk, LEFT, RIGHT, BLOCK_N)
+        if SPLITS > 1:  # 键再分成 SPLITS 份，各算各的
             share = tl.cdiv(tl.cdiv(hi - lo, BLOCK_N), SPLITS) * BLOCK_N
             lo = tl.minimum(lo + split * share, hi)
             hi = tl.minimum(lo + share, hi)
-            full_lo, full_hi = tl.minimum(tl.maximum(full_lo, lo), hi), tl.minimum(tl.maximum(full_hi, lo), hi)
+            full_lo = tl.minimum(tl.maximum(full_lo, lo), hi)
+            full_hi = tl.minimum(tl.maximum(full_hi, lo), hi)
         unit, base = 1.0, LOG2E
         if PLAIN:
-            unit, base = scale * LOG2E, 1.0                                   # 式 (fa2-exp2)：折进一个系数
+            unit, base = scale * LOG2E, 1.0  # 式 (fa2-exp2)：折进一个系数
         m = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-        l, acc = tl.zeros((BLOCK_M,), tl.float32), tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)      # ℓ、Õ
+        l = tl.zeros((BLOCK_M,), tl.float32)
+        acc = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)  # Õ
         for PHASE in tl.static_range(0, 3 if LEFT or RIGHT or BIAS != 0 else 2):
-            start, stop = full_lo, full_hi                                    # 0：人人看得见的块，不用掩码
+            start, stop = full_lo, full_hi  # 0：人人看得见的块，不用掩码
             if PHASE == 1:
-                start, stop = lo, hi - (full_hi - full_lo)                    # 1：其余的块
+                start, stop = lo, hi - (full_hi - full_lo)  # 1：其余的块
             if PHASE == 2:
                 stop = start
-                if has_nan(acc):                                              # 2：漏进了 NaN，清零重走
+                if has_nan(acc):  # 2：漏进了 NaN，清零重走
                     start, stop = lo, hi
-                    m, l, acc = tl.full((BLOCK_M,), float("-inf"), tl.float32), tl.zeros_like(l), tl.zeros_like(acc)
-            for n0 in tl.range(start, stop, 16 if PHASE == 2 else BLOCK_N, num_stages=1 if PHASE == 2 else None):
+                    m = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+                    l, acc = tl.zeros_like(l), tl.zeros_like(acc)
+            for n0 in tl.range(start, stop, 16 if PHASE == 2 else BLOCK_N,
+                               num_stages=1 if PHASE == 2 else None):
                 if PHASE == 1:
                     n0 = tl.where(n0 < full_lo, n0, n0 + (full_hi - full_lo))
                 cols = n0 + tl.arange(0, 16 if PHASE == 2 else BLOCK_N)
                 there = (cols < Lk) if PHASE != 0 else (cols >= 0)
                 if PAGED:
-                    k_at = page_offsets(b, cols, there, table_ptr, page, pages, stride_kb, stride_kn)
-                    v_at = page_offsets(b, cols, there, table_ptr, page, pages, stride_vb, stride_vn)
+                    k_at = page_offsets(b, cols, there, table_ptr, page, pages, stride_kb,
+                                        stride_kn)
+                    v_at = page_offsets(b, cols, there, table_ptr, page, pages, stride_vb,
+                                        stride_vn)
                     k = load_tile(k_base, k_at, there, stride_kd, D, BLOCK_D)
                     v = load_tile(v_base, v_at, there, stride_vd, DV, BLOCK_DV)
                 else:
@@ -236,90 +254,110 @@ def flash2_forward_kernel(
                     v_at = row_offsets(stride_vn, 16 if PHASE == 2 else BLOCK_N, WIDE)
                     n = tl.cast(n0, tl.int64)
                     k = load_tile(k_base + n * stride_kn, k_at, there, stride_kd, D, BLOCK_D)
-                    v = load_tile(v_base + n * stride_vn, v_at, there, stride_vd, DV, BLOCK_DV)
-                s = tl.dot(q, tl.trans(k), input_precision="ieee")    # S_ij（还没乘 α）
-                s, seen, _ = tile_scores(
-                    s, rows[:, None], cols[None, :], off, heads[:, None], bias_ptr + b * stride_bias_b,
-                    slope_ptr + b * stride_slope_b, scale, softcap, left, right, Lq, Lk, stride_bias_h,
-                    stride_bias_m, stride_bias_n, stride_slope_h, LEFT, RIGHT, SOFTCAP, BIAS, ALIBI, PLAIN, PHASE != 0)
+                    v = load_tile(v_base + n * stride_vn, v_at, there, stride_vd, DV,
+                                  BLOCK_DV)
+                s = tl.dot(q, tl.trans(k), input_precision="ieee")  # S_ij（还没乘 α）
+                s, seen, _ = tile_scores(s, rows[:, None], cols[None, :], off, heads[:, None],
+                                         bias_ptr + b * stride_bias_b,
+                                         slope_ptr + b * stride_slope_b, scale, softcap, left,
+                                         right, Lq, Lk, stride_bias_h, stride_bias_m,
+                                         stride_bias_n, stride_slope_h, LEFT, RIGHT, SOFTCAP,
+                                         BIAS, ALIBI, PLAIN, PHASE != 0)
                 m_new = tl.maximum(m, tl.max(s, 1) * unit)
                 pivot = tl.where(m_new == float("-inf"), 0.0, m_new)  # 空行：避免 −∞ − (−∞)
-                p = tl.math.exp2((s * unit - pivot[:, None]) * base)  # P̃ = e^{S − m}；PLAIN：乘加、ex2 各一条
+                p = tl.math.exp2((s * unit - pivot[:, None]) * base)  # P̃ = e^{S − m}
                 rescale = tl.math.exp2((m - pivot) * base)
-                l = l * rescale + tl.sum(p, 1)                        # 式 (fa2-l)
+                l = l * rescale + tl.sum(p, 1)  # 式 (fa2-l)
                 if DROPOUT:
-                    keep = dropout_keep(tl.load(seed_ptr), dropout_p, b * H + h, rows, cols, BLOCK_M, 16 if PHASE == 2 else BLOCK_N)
+                    keep = dropout_keep(tl.load(seed_ptr), dropout_p, b * H + h, rows, cols,
+                                        BLOCK_M, 16 if PHASE == 2 else BLOCK_N)
                     p = tl.where(keep, p / (1 - dropout_p), 0.0)
                 if PHASE == 2:
                     p, v = isolate(p, v, seen)
-                acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None], input_precision="ieee")   # 式 (fa2-o)
+                acc *= rescale[:, None]
+                acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")  # 式 (fa2-o)
                 m = m_new
-        o = acc / tl.where(l == 0.0, 1.0, l)[:, None]                         # 唯一的一次除法
-        lse = (m + tl.math.log2(l)) * LN2 if PLAIN else m + tl.math.log2(l) * LN2      # L = m + ln ℓ；空行 −∞
+        o = acc / tl.where(l == 0.0, 1.0, l)[:, None]  # 唯一的一次除法
+        lse = m + tl.math.log2(l) * LN2  # L = m + ln ℓ；空行 −∞
+        if PLAIN:
+            lse = (m + tl.math.log2(l)) * LN2
         at = (q_begin + rows) * stride_om + heads.to(tl.int64) * stride_oh
         store_tile(o_ptr + b * stride_ob + split * stride_os, at, ok, o, DV, BLOCK_DV)
         at = q_begin + rows + heads.to(tl.int64) * stride_lh + split * stride_ls
         tl.store(lse_ptr + b * stride_lb + at, lse, mask=ok)
 
-# %% ../nbs/04_flash2.ipynb #8a363aae
+# %% ../nbs/04_flash2.ipynb #2a66f4d8
 @kernel
-def flash2_delta_kernel(o_ptr, do_ptr, dlse_ptr, delta_ptr, cu_q_ptr, Lq, H, tiles,
-                        stride_ob, stride_oh, stride_om, stride_db, stride_dh, stride_dm, stride_dd,
-                        stride_lb, stride_lh, stride_gb, stride_gh, stride_gm, DV: tl.constexpr, DLSE: tl.constexpr,
-                        VARLEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr):
+def flash2_delta_kernel(
+        o_ptr, do_ptr, dlse_ptr, delta_ptr, cu_q_ptr,
+        Lq, H, tiles,
+        stride_ob, stride_oh, stride_om, stride_db, stride_dh, stride_dm, stride_dd,
+        stride_lb, stride_lh, stride_gb, stride_gh, stride_gm,
+        DV: tl.constexpr, DLSE: tl.constexpr, VARLEN: tl.constexpr, BLOCK_M: tl.constexpr,
+        BLOCK_DV: tl.constexpr):
     """D − dL，式 (fa2-delta)。Grid: (tiles * B * H,)."""
     pid = tl.program_id(0).to(tl.int64)
     tile, b, h = (pid % tiles).to(tl.int32), pid // tiles // H, pid // tiles % H
     begin, Lq = sequence(b, cu_q_ptr, Lq, VARLEN)
     rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     ok = rows < Lq
-    o = load_tile(o_ptr + b * stride_ob + h * stride_oh, (begin + rows) * stride_om, ok, 1, DV, BLOCK_DV)
-    do = load_tile(do_ptr + b * stride_db + h * stride_dh, (begin + rows) * stride_dm, ok, stride_dd, DV, BLOCK_DV)
+    o = load_tile(o_ptr + b * stride_ob + h * stride_oh, (begin + rows) * stride_om, ok, 1,
+                  DV, BLOCK_DV)
+    do = load_tile(do_ptr + b * stride_db + h * stride_dh, (begin + rows) * stride_dm, ok,
+                   stride_dd, DV, BLOCK_DV)
     delta = tl.sum(do.to(tl.float32) * o.to(tl.float32), 1)
     if DLSE:
-        delta -= tl.load(dlse_ptr + b * stride_gb + h * stride_gh + (begin + rows) * stride_gm, mask=ok, other=0.0)
+        delta -= tl.load(
+            dlse_ptr + b * stride_gb + h * stride_gh + (begin + rows) * stride_gm, mask=ok,
+            other=0.0)
     tl.store(delta_ptr + b * stride_lb + h * stride_lh + begin + rows, delta, mask=ok)
 
-# %% ../nbs/04_flash2.ipynb #92d1768d
+# %% ../nbs/04_flash2.ipynb #41ead17f
 @kernel
-def tile_gradient(x, dp, lse, delta, keep, i, j, off, heads, bias_base, slope_base, scale, softcap, dropout_p, left, right,
-                  Lq, Lk, stride_bias_h, stride_bias_m, stride_bias_n, stride_slope_h, LEFT: tl.constexpr,
-                  RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, BIAS: tl.constexpr, ALIBI: tl.constexpr,
-                  DROPOUT: tl.constexpr, PLAIN: tl.constexpr):
+def tile_gradient(
+        x, dp, lse, delta, keep, i, j, off, heads, bias_base, slope_base, scale, softcap,
+        dropout_p, left, right, Lq, Lk,
+        stride_bias_h, stride_bias_m, stride_bias_n, stride_slope_h,
+        LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, BIAS: tl.constexpr,
+        ALIBI: tl.constexpr, DROPOUT: tl.constexpr, PLAIN: tl.constexpr):
     """重算一块：返回 (P∘Z, dS, 未乘软上限导数的 dS, 看得见否)，式 (fa2-recompute)、(fa2-ds)。
 
     x, dp: tiles of q·k and dO·v; lse, delta: broadcastable along keys. The third value is the gradient of the bias.
     """
     unit, base = 1.0, LOG2E
-    lse = tl.where(lse == float("-inf"), float("inf"), lse)                   # 空行：P = 0
+    lse = tl.where(lse == float("-inf"), float("inf"), lse)  # 空行：P = 0
     if PLAIN:
         unit, base, lse = scale * LOG2E, 1.0, lse * LOG2E
-    s, seen, t = tile_scores(x, i, j, off, heads, bias_base, slope_base, scale, softcap, left, right, Lq, Lk,
-                             stride_bias_h, stride_bias_m, stride_bias_n, stride_slope_h,
-                             LEFT, RIGHT, SOFTCAP, BIAS, ALIBI, PLAIN, True)
-    p = tl.math.exp2((s * unit - lse) * base)                                 # P = e^{S − L}
+    s, seen, t = tile_scores(x, i, j, off, heads, bias_base, slope_base, scale, softcap, left,
+                             right, Lq, Lk, stride_bias_h, stride_bias_m, stride_bias_n,
+                             stride_slope_h, LEFT, RIGHT, SOFTCAP, BIAS, ALIBI, PLAIN, True)
+    p = tl.math.exp2((s * unit - lse) * base)  # P = e^{S − L}
     pz = p
     if DROPOUT:
         pz = tl.where(keep, p / (1 - dropout_p), 0.0)
         dp = tl.where(keep, dp / (1 - dropout_p), 0.0)
-    ds = tl.where(seen, p * (dp - delta), 0.0)                                # dS = P∘(dP − D)
+    ds = tl.where(seen, p * (dp - delta), 0.0)  # dS = P∘(dP − D)
     dbias = ds
     if SOFTCAP:
         ds = ds * (1 - t * t)
     return pz, ds, dbias, seen
 
-# %% ../nbs/04_flash2.ipynb #eef8b8eb
+# %% ../nbs/04_flash2.ipynb #29ca0f58
 @kernel
 def flash2_dkdv_kernel(
-        q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, dq_ptr, bias_ptr, slope_ptr, seed_ptr,
-        cu_q_ptr, cu_k_ptr, scale, softcap, dropout_p, left, right, Lq, Lk, H, group, tiles,
-        stride_qb, stride_qh, stride_qm, stride_qd, stride_kb, stride_kh, stride_kn, stride_kd,
-        stride_vb, stride_vh, stride_vn, stride_vd, stride_db, stride_dh, stride_dm, stride_dd,
-        stride_dqb, stride_dqh, stride_dqm, stride_dkb, stride_dkh, stride_dkn, stride_dvb, stride_dvh, stride_dvn,
-        stride_lb, stride_lh, stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n, stride_slope_b, stride_slope_h,
-        D: tl.constexpr, DV: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr,
-        BIAS: tl.constexpr, ALIBI: tl.constexpr, DROPOUT: tl.constexpr, PLAIN: tl.constexpr, VARLEN: tl.constexpr,
-        WIDE: tl.constexpr, ATOMIC: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr):
+        q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, dq_ptr, bias_ptr,
+        slope_ptr, seed_ptr, cu_q_ptr, cu_k_ptr,
+        scale, softcap, dropout_p, left, right, Lq, Lk, H, group, tiles,
+        stride_qb, stride_qh, stride_qm, stride_qd, stride_kb, stride_kh, stride_kn,
+        stride_kd, stride_vb, stride_vh, stride_vn, stride_vd, stride_db, stride_dh,
+        stride_dm, stride_dd, stride_dqb, stride_dqh, stride_dqm, stride_dkb, stride_dkh,
+        stride_dkn, stride_dvb, stride_dvh, stride_dvn, stride_lb, stride_lh, stride_bias_b,
+        stride_bias_h, stride_bias_m, stride_bias_n, stride_slope_b, stride_slope_h,
+        D: tl.constexpr, DV: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
+        SOFTCAP: tl.constexpr, BIAS: tl.constexpr, ALIBI: tl.constexpr,
+        DROPOUT: tl.constexpr, PLAIN: tl.constexpr, VARLEN: tl.constexpr, WIDE: tl.constexpr,
+        ATOMIC: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+        BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr):
     """dK_j、dV_j（ATOMIC：还有 dQ），论文算法 2。Grid: (tiles * B * H / group,)."""
     pid = tl.program_id(0).to(tl.int64)
     tile, bh = (pid % tiles).to(tl.int32), pid // tiles
@@ -329,64 +367,85 @@ def flash2_dkdv_kernel(
     if tile * BLOCK_N < Lk:
         cols, off = tile * BLOCK_N + tl.arange(0, BLOCK_N), Lk - Lq
         there = cols < Lk
-        k = load_tile(k_ptr + b * stride_kb + h_kv * stride_kh, (k_begin + cols) * stride_kn, there, stride_kd, D, BLOCK_D)
-        v = load_tile(v_ptr + b * stride_vb + h_kv * stride_vh, (k_begin + cols) * stride_vn, there, stride_vd, DV, BLOCK_DV)
+        k = load_tile(k_ptr + b * stride_kb + h_kv * stride_kh, (k_begin + cols) * stride_kn,
+                      there, stride_kd, D, BLOCK_D)
+        v = load_tile(v_ptr + b * stride_vb + h_kv * stride_vh, (k_begin + cols) * stride_vn,
+                      there, stride_vd, DV, BLOCK_DV)
         last = tl.minimum((tile + 1) * BLOCK_N, Lk) - 1
-        lo, full_lo, full_hi, hi = seen_span(tile * BLOCK_N, last, -off, right, left, Lq, RIGHT, LEFT, BLOCK_M)
+        lo, full_lo, full_hi, hi = seen_span(tile * BLOCK_N, last, -off, right, left, Lq,
+                                             RIGHT, LEFT, BLOCK_M)
         again = True
-        dk, dv = tl.zeros((BLOCK_N, BLOCK_D), tl.float32), tl.zeros((BLOCK_N, BLOCK_DV), tl.float32)
-        for CAREFUL in tl.static_range(0, 2 if (LEFT or RIGHT or BIAS != 0) and not ATOMIC else 1):
+        dk = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
+        dv = tl.zeros((BLOCK_N, BLOCK_DV), tl.float32)
+        for CAREFUL in tl.static_range(
+                0, 2 if (LEFT or RIGHT or BIAS != 0) and not ATOMIC else 1):
             if again:
                 dk, dv = tl.zeros_like(dk), tl.zeros_like(dv)
                 for g in range(0, group):
                     h = h_kv * group + g
-                    q_head, do_head = q_ptr + b * stride_qb + h * stride_qh, do_ptr + b * stride_db + h * stride_dh
+                    q_head = q_ptr + b * stride_qb + h * stride_qh
+                    do_head = do_ptr + b * stride_db + h * stride_dh
                     row_head = b * stride_lb + h * stride_lh + q_begin
                     for m0 in range(lo, hi, 16 if CAREFUL else BLOCK_M):
                         rows = m0 + tl.arange(0, 16 if CAREFUL else BLOCK_M)
                         ok, start = rows < Lq, q_begin + m0
                         q_at = row_offsets(stride_qm, 16 if CAREFUL else BLOCK_M, WIDE)
                         d_at = row_offsets(stride_dm, 16 if CAREFUL else BLOCK_M, WIDE)
-                        q = load_tile(q_head + start * stride_qm, q_at, ok, stride_qd, D, BLOCK_D)
-                        do = load_tile(do_head + start * stride_dm, d_at, ok, stride_dd, DV, BLOCK_DV)
+                        q = load_tile(q_head + start * stride_qm, q_at, ok, stride_qd, D,
+                                      BLOCK_D)
+                        do = load_tile(do_head + start * stride_dm, d_at, ok, stride_dd, DV,
+                                       BLOCK_DV)
                         lse = tl.load(lse_ptr + row_head + rows, mask=ok, other=0.0)
                         delta = tl.load(delta_ptr + row_head + rows, mask=ok, other=0.0)
                         keep = True
                         if DROPOUT:
-                            keep = tl.trans(dropout_keep(tl.load(seed_ptr), dropout_p, b * H + h, rows, cols,
-                                                         16 if CAREFUL else BLOCK_M, BLOCK_N))
-                        x = tl.dot(k, tl.trans(q), input_precision="ieee")                # S_ijᵀ：键在行上
-                        dp = tl.dot(v, tl.trans(do), input_precision="ieee")              # dP_ijᵀ
+                            keep = tl.trans(
+                                dropout_keep(tl.load(seed_ptr), dropout_p, b * H + h, rows,
+                                             cols, 16 if CAREFUL else BLOCK_M, BLOCK_N))
+                        x = tl.dot(k, tl.trans(q), input_precision="ieee")  # S_ijᵀ：键在行上
+                        dp = tl.dot(v, tl.trans(do), input_precision="ieee")  # dP_ijᵀ
                         p, ds, _, seen = tile_gradient(
-                            x, dp, lse[None, :], delta[None, :], keep, rows[None, :], cols[:, None], off, h,
-                            bias_ptr + b * stride_bias_b, slope_ptr + b * stride_slope_b, scale, softcap, dropout_p,
-                            left, right, Lq, Lk, stride_bias_h, stride_bias_m, stride_bias_n, stride_slope_h,
-                            LEFT, RIGHT, SOFTCAP, BIAS, ALIBI, DROPOUT, PLAIN)
-                        if ATOMIC:                                                        # dQ_i += α dS_ij K_j
-                            dq = tl.dot(tl.trans(ds.to(k.dtype)), k, input_precision="ieee") * scale
+                            x, dp, lse[None, :], delta[None, :], keep, rows[None, :],
+                            cols[:, None], off, h, bias_ptr + b * stride_bias_b,
+                            slope_ptr + b * stride_slope_b, scale, softcap, dropout_p, left,
+                            right, Lq, Lk, stride_bias_h, stride_bias_m, stride_bias_n,
+                            stride_slope_h, LEFT, RIGHT, SOFTCAP, BIAS, ALIBI, DROPOUT, PLAIN)
+                        if ATOMIC:  # dQ_i += α dS_ij K_j
+                            dq = tl.dot(tl.trans(ds.to(k.dtype)), k,
+                                        input_precision="ieee") * scale
                             cd = tl.arange(0, BLOCK_D)
-                            at = b * stride_dqb + h * stride_dqh + (q_begin + rows) * stride_dqm
-                            tl.atomic_add(dq_ptr + at[:, None] + cd[None, :], dq, mask=ok[:, None] & (cd[None, :] < D))
+                            at = (q_begin +
+                                  rows) * stride_dqm + b * stride_dqb + h * stride_dqh
+                            tl.atomic_add(dq_ptr + at[:, None] + cd[None, :], dq,
+                                          mask=ok[:, None] & (cd[None, :] < D))
                         if CAREFUL:
                             p, do = isolate(p, do, seen)
                             ds, q = isolate(ds, q, seen)
-                        dv = tl.dot(p.to(do.dtype), do, dv, input_precision="ieee")       # dV_j += P_ijᵀ dO_i
-                        dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")        # dK_j += dS_ijᵀ Q_i
+                        dv = tl.dot(p.to(do.dtype), do, dv,
+                                    input_precision="ieee")  # dV_j += P_ijᵀ dO_i
+                        dk = tl.dot(ds.to(q.dtype), q, dk,
+                                    input_precision="ieee")  # dK_j += dS_ijᵀ Q_i
                 again = has_nan(dk) | has_nan(dv)
-        store_tile(dk_ptr + b * stride_dkb + h_kv * stride_dkh, (k_begin + cols) * stride_dkn, there, dk * scale, D, BLOCK_D)
-        store_tile(dv_ptr + b * stride_dvb + h_kv * stride_dvh, (k_begin + cols) * stride_dvn, there, dv, DV, BLOCK_DV)
+        store_tile(dk_ptr + b * stride_dkb + h_kv * stride_dkh, (k_begin + cols) * stride_dkn,
+                   there, dk * scale, D, BLOCK_D)
+        store_tile(dv_ptr + b * stride_dvb + h_kv * stride_dvh, (k_begin + cols) * stride_dvn,
+                   there, dv, DV, BLOCK_DV)
 
-# %% ../nbs/04_flash2.ipynb #c718cc45
+# %% ../nbs/04_flash2.ipynb #ff25d3b8
 @kernel
 def flash2_dq_kernel(
-        q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr, ds_ptr, bias_ptr, slope_ptr, seed_ptr,
-        cu_q_ptr, cu_k_ptr, scale, softcap, dropout_p, left, right, Lq, Lk, H, group, tiles,
-        stride_qb, stride_qh, stride_qm, stride_qd, stride_kb, stride_kh, stride_kn, stride_kd,
-        stride_vb, stride_vh, stride_vn, stride_vd, stride_db, stride_dh, stride_dm, stride_dd,
-        stride_dqb, stride_dqh, stride_dqm, stride_lb, stride_lh, stride_bias_b, stride_bias_h, stride_bias_m,
-        stride_bias_n, stride_slope_b, stride_slope_h, D: tl.constexpr, DV: tl.constexpr, LEFT: tl.constexpr,
-        RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, BIAS: tl.constexpr, ALIBI: tl.constexpr, DROPOUT: tl.constexpr,
-        PLAIN: tl.constexpr, VARLEN: tl.constexpr, WIDE: tl.constexpr, DBIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+        q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr, ds_ptr, bias_ptr, slope_ptr,
+        seed_ptr, cu_q_ptr, cu_k_ptr,
+        scale, softcap, dropout_p, left, right, Lq, Lk, H, group, tiles,
+        stride_qb, stride_qh, stride_qm, stride_qd, stride_kb, stride_kh, stride_kn,
+        stride_kd, stride_vb, stride_vh, stride_vn, stride_vd, stride_db, stride_dh,
+        stride_dm, stride_dd, stride_dqb, stride_dqh, stride_dqm, stride_lb, stride_lh,
+        stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n, stride_slope_b,
+        stride_slope_h,
+        D: tl.constexpr, DV: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
+        SOFTCAP: tl.constexpr, BIAS: tl.constexpr, ALIBI: tl.constexpr,
+        DROPOUT: tl.constexpr, PLAIN: tl.constexpr, VARLEN: tl.constexpr, WIDE: tl.constexpr,
+        DBIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
         BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr):
     """dQ_i，次序固定，没有原子操作。Grid: (tiles * B * H,)."""
     pid = tl.program_id(0).to(tl.int64)
@@ -398,43 +457,55 @@ def flash2_dq_kernel(
     if tile * BLOCK_M < Lq:
         rows, off = tile * BLOCK_M + tl.arange(0, BLOCK_M), Lk - Lq
         ok = rows < Lq
-        q = load_tile(q_ptr + b * stride_qb + h * stride_qh, (q_begin + rows) * stride_qm, ok, stride_qd, D, BLOCK_D)
-        do = load_tile(do_ptr + b * stride_db + h * stride_dh, (q_begin + rows) * stride_dm, ok, stride_dd, DV, BLOCK_DV)
+        q = load_tile(q_ptr + b * stride_qb + h * stride_qh, (q_begin + rows) * stride_qm, ok,
+                      stride_qd, D, BLOCK_D)
+        do = load_tile(do_ptr + b * stride_db + h * stride_dh, (q_begin + rows) * stride_dm,
+                       ok, stride_dd, DV, BLOCK_DV)
         row_head = b * stride_lb + h * stride_lh + q_begin
-        lse, delta = tl.load(lse_ptr + row_head + rows, mask=ok, other=0.0), tl.load(delta_ptr + row_head + rows, mask=ok, other=0.0)
+        lse, delta = tl.load(lse_ptr + row_head + rows, mask=ok,
+                             other=0.0), tl.load(delta_ptr + row_head + rows, mask=ok,
+                                                 other=0.0)
         k_head = k_ptr + b * stride_kb + h // group * stride_kh + k_begin * stride_kn
         v_head = v_ptr + b * stride_vb + h // group * stride_vh + k_begin * stride_vn
         last = tl.minimum((tile + 1) * BLOCK_M, Lq) - 1
-        lo, full_lo, full_hi, hi = seen_span(tile * BLOCK_M, last, off, left, right, Lk, LEFT, RIGHT, BLOCK_N)
+        lo, full_lo, full_hi, hi = seen_span(tile * BLOCK_M, last, off, left, right, Lk, LEFT,
+                                             RIGHT, BLOCK_N)
         again, dq = True, tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
         for CAREFUL in tl.static_range(0, 2 if LEFT or RIGHT or BIAS != 0 else 1):
             if again:
                 dq = tl.zeros_like(dq)
                 for n0 in range(lo, hi, 16 if CAREFUL else BLOCK_N):
-                    cols, n = n0 + tl.arange(0, 16 if CAREFUL else BLOCK_N), tl.cast(n0, tl.int64)
+                    cols, n = n0 + tl.arange(0, 16 if CAREFUL else BLOCK_N), tl.cast(
+                        n0, tl.int64)
                     there = cols < Lk
                     k_at = row_offsets(stride_kn, 16 if CAREFUL else BLOCK_N, WIDE)
                     v_at = row_offsets(stride_vn, 16 if CAREFUL else BLOCK_N, WIDE)
                     k = load_tile(k_head + n * stride_kn, k_at, there, stride_kd, D, BLOCK_D)
-                    v = load_tile(v_head + n * stride_vn, v_at, there, stride_vd, DV, BLOCK_DV)
+                    v = load_tile(v_head + n * stride_vn, v_at, there, stride_vd, DV,
+                                  BLOCK_DV)
                     keep = True
                     if DROPOUT:
-                        keep = dropout_keep(tl.load(seed_ptr), dropout_p, b * H + h, rows, cols, BLOCK_M, 16 if CAREFUL else BLOCK_N)
+                        keep = dropout_keep(tl.load(seed_ptr), dropout_p, b * H + h, rows,
+                                            cols, BLOCK_M, 16 if CAREFUL else BLOCK_N)
                     x = tl.dot(q, tl.trans(k), input_precision="ieee")
-                    dp = tl.dot(do, tl.trans(v), input_precision="ieee")                  # dP_ij
+                    dp = tl.dot(do, tl.trans(v), input_precision="ieee")  # dP_ij
                     _, ds, dbias, seen = tile_gradient(
-                        x, dp, lse[:, None], delta[:, None], keep, rows[:, None], cols[None, :], off, h,
-                        bias_ptr + b * stride_bias_b, slope_ptr + b * stride_slope_b, scale, softcap, dropout_p,
-                        left, right, Lq, Lk, stride_bias_h, stride_bias_m, stride_bias_n, stride_slope_h,
-                        LEFT, RIGHT, SOFTCAP, BIAS, ALIBI, DROPOUT, PLAIN)
+                        x, dp, lse[:, None], delta[:, None], keep, rows[:, None],
+                        cols[None, :], off, h, bias_ptr + b * stride_bias_b,
+                        slope_ptr + b * stride_slope_b, scale, softcap, dropout_p, left,
+                        right, Lq, Lk, stride_bias_h, stride_bias_m, stride_bias_n,
+                        stride_slope_h, LEFT, RIGHT, SOFTCAP, BIAS, ALIBI, DROPOUT, PLAIN)
                     if DBIAS:
-                        at = ((b * H + h) * Lq + rows.to(tl.int64)[:, None]) * Lk + cols[None, :]
+                        at = ((b * H + h) * Lq +
+                              rows.to(tl.int64)[:, None]) * Lk + cols[None, :]
                         tl.store(ds_ptr + at, dbias, mask=ok[:, None] & there[None, :])
                     if CAREFUL:
                         ds, k = isolate(ds, k, seen)
-                    dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")            # dQ_i += dS_ij K_j
+                    dq = tl.dot(ds.to(k.dtype), k, dq,
+                                input_precision="ieee")  # dQ_i += dS_ij K_j
                 again = has_nan(dq)
-        store_tile(dq_ptr + b * stride_dqb + h * stride_dqh, (q_begin + rows) * stride_dqm, ok, dq * scale, D, BLOCK_D)
+        store_tile(dq_ptr + b * stride_dqb + h * stride_dqh, (q_begin + rows) * stride_dqm,
+                   ok, dq * scale, D, BLOCK_D)
 
 # %% ../nbs/04_flash2.ipynb #06215a21
 def _width(n: int) -> int:

@@ -34,9 +34,10 @@ def test_merge_lse_of_two_empty_results_is_empty():
     assert lse[0] == -math.inf and not o.any()
 
 
-# nbs/04_flash2.ipynb 单元 741e95e4
+# nbs/04_flash2.ipynb 单元 725db1ed
 import itertools
 import torch
+
 
 def test_seen_span_visits_exactly_the_needed_blocks():
     import triton, triton.language as tl
@@ -44,28 +45,41 @@ def test_seen_span_visits_exactly_the_needed_blocks():
     from attn_book.oracle import visible
 
     @kernel
-    def spans(out_ptr, Lq, Lk, left, right, LEFT: tl.constexpr, RIGHT: tl.constexpr, B_r: tl.constexpr, B_c: tl.constexpr):
+    def spans(out_ptr, Lq, Lk, left, right, LEFT: tl.constexpr, RIGHT: tl.constexpr,
+              B_r: tl.constexpr, B_c: tl.constexpr):
         i = tl.program_id(0)
         last = tl.minimum((i + 1) * B_r, Lq) - 1
-        lo, full_lo, full_hi, hi = seen_span(i * B_r, last, Lk - Lq, left, right, Lk, LEFT, RIGHT, B_c)
-        tl.store(out_ptr + 4 * i, lo); tl.store(out_ptr + 4 * i + 1, full_lo)
-        tl.store(out_ptr + 4 * i + 2, full_hi); tl.store(out_ptr + 4 * i + 3, hi)
+        lo, full_lo, full_hi, hi = seen_span(i * B_r, last, Lk - Lq, left, right, Lk, LEFT,
+                                             RIGHT, B_c)
+        tl.store(out_ptr + 4 * i, lo)
+        tl.store(out_ptr + 4 * i + 1, full_lo)
+        tl.store(out_ptr + 4 * i + 2, full_hi)
+        tl.store(out_ptr + 4 * i + 3, hi)
 
-    for Lq, Lk, left, right, B_r, B_c in itertools.product((1, 5, 8), (0, 3, 13), (-1, 0, 4), (-1, 0, 3), (2, 4), (2, 4)):
+    for Lq, Lk, left, right, B_r, B_c in itertools.product((1, 5, 8), (0, 3, 13), (-1, 0, 4),
+                                                           (-1, 0, 3), (2, 4), (2, 4)):
         T_r = -(-Lq // B_r)
         out = torch.empty(T_r, 4, dtype=torch.int32)
-        spans[(T_r,)](out, Lq, Lk, left, right, LEFT=left >= 0, RIGHT=right >= 0, B_r=B_r, B_c=B_c)
+        spans[(T_r,)](out, Lq, Lk, left, right, LEFT=left >= 0, RIGHT=right >= 0, B_r=B_r,
+                       B_c=B_c)
         keep = visible(Lq, Lk, window=(left, right))
         for i, (lo, full_lo, full_hi, hi) in enumerate(out.tolist()):
             rows = keep[i * B_r:(i + 1) * B_r]
             some, every = rows.any(0), rows.all(0)
-            walked = [n0 for a, b in ((lo, full_lo), (full_lo, full_hi), (full_hi, hi)) for n0 in range(a, b, B_c)]
+            walked = [
+                n0 for a, b in ((lo, full_lo), (full_lo, full_hi), (full_hi, hi))
+                for n0 in range(a, b, B_c)
+            ]
             assert len(walked) == len(set(walked))
-            assert all(some[j].item() == any(n <= j < n + B_c for n in walked) or any(n <= j < n + B_c for n in walked)
+            assert all(some[j].item() == any(n <= j < n + B_c
+                                             for n in walked) or any(n <= j < n + B_c
+                                                                     for n in walked)
                        for j in range(Lk))
-            assert all(some[n:n + B_c].any() for n in walked), (Lq, Lk, left, right, B_r, B_c, i)
+            assert all(some[n:n + B_c].any()
+                       for n in walked), (Lq, Lk, left, right, B_r, B_c, i)
             whole = [n for n in range(0, Lk, B_c) if n + B_c <= Lk and every[n:n + B_c].all()]
-            assert whole == list(range(full_lo, full_hi, B_c)), (Lq, Lk, left, right, B_r, B_c, i)
+            assert whole == list(range(full_lo, full_hi,
+                                       B_c)), (Lq, Lk, left, right, B_r, B_c, i)
 
 
 # nbs/04_flash2.ipynb 单元 a8a642ce
