@@ -5,7 +5,7 @@ __all__ = ['Case', 'modules', 'kernels_of', 'CliError', 'arg', 'command', 'parse
            'where', 'diagnosis', 'doctor', 'compile_kernel', 'cases', 'run_case', 'source_hash', 'result_path',
            'header', 'check', 'card_state', 'time_kernels']
 
-# %% ../nbs/g_cli.ipynb #0005a256
+# %% ../nbs/g_cli.ipynb #af7a37ae
 import argparse, ast, difflib, hashlib, importlib, json, math, pkgutil, platform, shutil, subprocess, sys
 from collections.abc import Callable, Iterator
 from datetime import datetime, timezone
@@ -17,9 +17,9 @@ import torch
 import triton
 import attn_book
 from . import aot, bench
-from .launch import Kernel
+from triton.runtime.jit import JITFunction
 
-# %% ../nbs/g_cli.ipynb #b52022ee
+# %% ../nbs/g_cli.ipynb #1fe5d2d1
 def modules() -> dict[str, ModuleType]:
     """库的全部模块（命令行自己除外）。Every module of the library by name, except the command line itself."""
     names = [m.name for m in pkgutil.iter_modules(attn_book.__path__) if not m.name.startswith("_") and m.name != "cli"]
@@ -27,7 +27,7 @@ def modules() -> dict[str, ModuleType]:
 
 def kernels_of(module: ModuleType) -> list[str]:
     """模块自己定义的内核。The kernels that a module defines itself, by name."""
-    return [n for n, v in vars(module).items() if isinstance(v, Kernel) and v.fn.__module__ == module.__name__]
+    return [n for n, v in vars(module).items() if isinstance(v, JITFunction) and v.fn.__module__ == module.__name__]
 
 # %% ../nbs/g_cli.ipynb #d285c824
 _COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], str, list[tuple[tuple, dict]]]] = {}
@@ -102,16 +102,18 @@ def why_no_gpu() -> str:
         return f"有显卡，但装的是 CPU 版 torch {torch.__version__}"
     return f"有显卡，但驱动用不了 CUDA {torch.version.cuda} 的 torch：请升级驱动，或换一个 CUDA 版本低的 torch"
 
-# %% ../nbs/g_cli.ipynb #2d63f53a
-def where(kernels: list[str], needs: tuple[int, int], card: dict[str, Any] | None) -> tuple[str, str]:
-    """模块在哪里运行（any、cpu、gpu），以及原因。
-    Where a module runs ("any", "cpu" or "gpu") and why, for the given card (None: no GPU)."""
+# %% ../nbs/g_cli.ipynb #5d9082a3
+def where(kernels: list[str], needs: tuple[int, int], card: dict[str, Any] | None, only: bool = False) -> tuple[str, str]:
+    """模块在哪里运行（any、cpu、gpu），以及原因；only：只在那一代上运行。
+    Where a module runs ("any", "cpu" or "gpu") and why, for the given card (None: no GPU); only: no later generation."""
     if not kernels:
         return "any", "没有内核，到处都一样"
     if card is None:
         return "cpu", f"解释器；{why_no_gpu()}"
     if tuple(card["capability"]) < tuple(needs):
         return "cpu", f"解释器；GPU 上要 sm_{needs[0]}{needs[1]} 以上，这张卡是 {card['arch']}"
+    if only and card["capability"][0] != needs[0]:
+        return "cpu", f"解释器；GPU 上只能在 sm_{needs[0]}{needs[1]}a 上运行，这张卡是 {card['arch']}"
     return "gpu", f"CUDA 张量编译到 {card['arch']}；CPU 张量由解释器执行"
 
 def diagnosis() -> dict[str, Any]:
@@ -119,7 +121,8 @@ def diagnosis() -> dict[str, Any]:
     gpus, rows = cards(), []
     for name, module in modules().items():
         names = kernels_of(module)
-        runs, why = where(names, getattr(module, "MIN_CAPABILITY", (8, 0)), gpus[0] if gpus else None)
+        runs, why = where(names, getattr(module, "MIN_CAPABILITY", (8, 0)), gpus[0] if gpus else None,
+                          getattr(module, "ONE_GENERATION", False))
         rows.append({"module": name, "kernels": names, "runs": runs, "why": why})
     quarto = _output("quarto", "--version")
     return {"versions": versions(), "gpus": gpus, "no_gpu": None if gpus else why_no_gpu(), "quarto": quarto, "modules": rows}

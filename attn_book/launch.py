@@ -3,13 +3,14 @@
 # %% auto #0
 __all__ = ['Kernel', 'kernel', 'autotune']
 
-# %% ../nbs/c_launch.ipynb #6e36116e
+# %% ../nbs/c_launch.ipynb #a8a74790
 import ast, functools, inspect, textwrap, threading, types
 from typing import Any, Callable
 import numpy as np
 import torch
 import triton
 import triton.language as tl
+import triton.experimental.gluon.language      # 它导入时抄走 tl 里的名字，要赶在替换之前
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter as _interp
 from triton.runtime.autotuner import Autotuner

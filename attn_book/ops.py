@@ -151,7 +151,7 @@ def _qkv(where: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int, int, in
         oracle.check_tensor(name, x, where=where, shape=("B", "H", "L", "D"), dtypes=_DTYPES)
     return q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2], q.shape[3], v.shape[3]
 
-# %% ../nbs/i_ops.ipynb #c156a144
+# %% ../nbs/i_ops.ipynb #9a63fce1
 def _check_lengths(cu: Tensor, total: int, longest: int, name: str) -> None:
     """累计长度的值。Values of cu_seqlens: on CUDA an asynchronous device assertion, else ValueError."""
     steps = cu.diff()
@@ -163,7 +163,10 @@ def _check_lengths(cu: Tensor, total: int, longest: int, name: str) -> None:
                          f"of at most max_seqlen_{name} = {longest}, got {cu.tolist()}")
 
 
-@torch.library.custom_op("attn_book::attention_forward", mutates_args=())
+_NAMESPACE = "attn_book" if __name__ == "attn_book.ops" else "attn_book_notebook"      # 笔记本里不与库重名
+
+
+@torch.library.custom_op(f"{_NAMESPACE}::attention_forward", mutates_args=())
 def attention_forward(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, slopes: Tensor | None, seed: Tensor | None,
                       cu_q: Tensor | None, cu_k: Tensor | None, max_q: int, max_k: int, scale: float, left: int, right: int,
                       softcap: float | None, dropout_p: float) -> tuple[Tensor, Tensor]:
@@ -187,8 +190,8 @@ def _(q, k, v, bias, slopes, seed, cu_q, cu_k, max_q, max_k, scale, left, right,
         o = q.new_empty((q.shape[2], q.shape[1], v.shape[3])).transpose(0, 1)[None]
     return o, q.new_empty(q.shape[:3], dtype=torch.float32)
 
-# %% ../nbs/i_ops.ipynb #b3c34db2
-@torch.library.custom_op("attn_book::attention_backward", mutates_args=())
+# %% ../nbs/i_ops.ipynb #bf04680f
+@torch.library.custom_op(f"{_NAMESPACE}::attention_backward", mutates_args=())
 def attention_backward(do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
                        bias: Tensor | None, slopes: Tensor | None, seed: Tensor | None, cu_q: Tensor | None,
                        cu_k: Tensor | None, max_q: int, max_k: int, scale: float, left: int, right: int,
@@ -461,8 +464,8 @@ def attention_varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_s
     o, lse = o[0].transpose(0, 1), lse[0]
     return (o, lse) if return_lse else o
 
-# %% ../nbs/i_ops.ipynb #4d0a91b9
-@torch.library.custom_op("attn_book::attention_paged_forward", mutates_args=())
+# %% ../nbs/i_ops.ipynb #0c35ec53
+@torch.library.custom_op(f"{_NAMESPACE}::attention_paged_forward", mutates_args=())
 def attention_paged_forward(q: Tensor, k: Tensor, v: Tensor, table: Tensor, lengths: Tensor, slopes: Tensor | None,
                             scale: float, left: int, right: int, softcap: float | None) -> tuple[Tensor, Tensor]:
     """(o, lse)；k、v 是 (页数, H_kv, 页大小, D) 的视图。Registered paged forward."""

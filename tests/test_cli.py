@@ -33,7 +33,7 @@ def run(capsys, *argv):
     return code, out.out, out.err
 
 
-# nbs/g_cli.ipynb 单元 9e2fbae5
+# nbs/g_cli.ipynb 单元 4344543b
 def test_doctor_json(capsys):
     code, out, _ = run(capsys, "doctor", "--json")
     d = json.loads(out)
@@ -65,6 +65,12 @@ def test_why_no_gpu(monkeypatch, smi, cuda, words):
     monkeypatch.setattr(cli, "_output", lambda *a: smi)
     monkeypatch.setattr(torch.version, "cuda", cuda)
     assert words in why_no_gpu()
+
+
+def test_where_one_generation_only():
+    card = lambda major: {"arch": f"sm_{major}0", "capability": [major, 0]}
+    assert where(["k"], (9, 0), card(9), True)[0] == "gpu" and where(["k"], (9, 0), card(10), True)[0] == "cpu"
+    assert {m["module"]: bool(m["kernels"]) for m in diagnosis()["modules"]}["flash3"]
 
 
 # nbs/g_cli.ipynb 单元 d93bbeff

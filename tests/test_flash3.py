@@ -560,6 +560,235 @@ def test_fp8_kernel_refuses_and_takes_nothing():
     assert not o.any() and (lse == -math.inf).all()
 
 
+# nbs/05_flash3.ipynb 单元 2a834d18
+import functools
+
+
+def flash3_gradients(shape, dtype=torch.float16, causal=False, scale=None, lse_gradient=True, **options):
+    "(dq, dk, dv) 与误差界之比的最大值"
+    B, H, H_kv, Lq, Lk, D = shape
+    q, k, v = flash3_inputs(shape, dtype)
+    g = torch.Generator().manual_seed(1)
+    do, dlse = torch.randn(q.shape, generator=g).to(dtype), torch.randn(B, H, Lq, generator=g)
+    extra = dict(causal=causal, scale=scale, dlse=dlse if lse_gradient else None)
+    scale = D ** -0.5 if scale is None else scale
+    o, lse, _ = flash3_forward(q, k, v, scale=scale, causal=causal)
+    got = flash3_backward(do, extra["dlse"], q, k, v, o, lse, scale=scale, causal=causal, **options)
+    exact = oracle.attention_backward(q, k, v, do, **extra)
+    bound = oracle.backward_bound(q, k, v, do, steps=-(-Lk // 64) or 1, steps_q=-(-Lq // 64) or 1, **extra)
+    assert all(x.dtype == dtype and x.shape == y.shape for x, y in zip(got, (q, k, v)))
+    return got, max((oracle.ratio(*x) for x in zip(got, exact, bound)), default=0.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("shape", [  # B, H, H_kv, Lq, Lk, D
+    (1, 1, 1, 1, 1, 64), (2, 4, 2, 130, 190, 64), (1, 4, 1, 130, 130, 128), (1, 2, 1, 200, 77, 128),
+    (1, 2, 2, 64, 300, 64), (1, 1, 1, 70, 70, 256), (0, 2, 1, 5, 7, 64), (1, 2, 2, 0, 5, 64), (1, 2, 2, 5, 0, 64)])
+def test_backward_meets_the_oracle(shape, causal, dtype):
+    assert flash3_gradients(shape, dtype, causal)[1] <= 1
+
+
+@pytest.mark.parametrize("options", [
+    dict(STAGES=1), dict(STAGES=3), dict(BLOCK_N=64), dict(programs=1), dict(programs=3), dict(lse_gradient=False),
+    dict(scale=-0.3), dict(scale=0.0), dict(scale=0.9)], ids=str)
+def test_backward_options(options):
+    assert flash3_gradients((1, 4, 2, 130, 190, 64), causal=True, **options)[1] <= 1
+
+
+def test_backward_is_reproducible_in_every_order():
+    runs = [flash3_gradients((1, 4, 2, 130, 190, 64), causal=True, seed=seed)[0] for seed in range(8)]
+    assert all(torch.equal(x, y) for run in runs for x, y in zip(run, runs[0]))
+
+
+def test_backward_takes_any_strides_and_reads_nothing_outside():
+    shape, wide = (1, 2, 1, 70, 90, 64), []
+    q, k, v = flash3_inputs(shape)
+    for x in (q, k, v):                                            # 后面全是 NaN
+        big = torch.full((*x.shape[:2], 256, 64), math.nan).half()
+        big[:, :, :x.shape[2]] = x
+        wide.append(big[:, :, :x.shape[2]].requires_grad_())
+    plain = [x.requires_grad_() for x in (q, k, v)]
+    do = torch.randn(1, 70, 2, 64).half().transpose(1, 2)
+    a = torch.autograd.grad(flash3(*plain, causal=True), plain, do)
+    b = torch.autograd.grad(flash3(*wide, causal=True), wide, do.expand(1, 2, 70, 64).clone())
+    assert all(torch.equal(x, y) for x, y in zip(a, b))
+
+
+# nbs/05_flash3.ipynb 单元 82a103e0
+def explore_backward(name, Lq, Lk, H=1, H_kv=1, causal=False, **switches):
+    q, k, v = flash3_inputs((1, H, H_kv, Lq, Lk, 64))
+    stats = flash3_row_stats(q, None, q, torch.zeros(q.shape[:3]))
+    launches = flash3_backward_launch(q, q, k, v, stats, *map(torch.zeros_like, (q, k, v)), scale=0.125, causal=causal,
+                                      BLOCK_N=64, **switches)
+    args, config, tasks = launches[name]
+    return machine.explore(dict(dkdv=flash3_dkdv_kernel, dq=flash3_dq_kernel)[name], (1,), args, config, limit=20)
+
+
+@pytest.mark.parametrize("problem", [("dkdv", 130, 1), ("dkdv", 64, 200), ("dq", 1, 130), ("dq", 130, 64)])
+def test_all_interleavings_of_the_backward_are_equivalent(problem):
+    seen = explore_backward(*problem)
+    assert (seen.classes, seen.clean, len(seen.results), seen.complete) == (1, 1, 1, True)
+
+
+# nbs/05_flash3.ipynb 单元 eca2a5b3
+BACKWARD_SHAPES = {"dkdv": (1, 4, 2, 70, 190, 64), "dq": (1, 2, 1, 130, 190, 64)}
+
+
+@functools.cache
+def backward_case(name):
+    "输入、每行的数、正确的梯度与界，各种错误共用"
+    B, H, H_kv, Lq, Lk, D = shape = BACKWARD_SHAPES[name]
+    q, k, v = flash3_inputs(shape)
+    do, dlse = torch.randn(q.shape).half(), torch.randn(B, H, Lq)
+    o, lse, _ = flash3_forward(q, k, v, scale=0.125, causal=True)
+    extra = dict(causal=True, dlse=dlse)
+    return (do, q, k, v, flash3_row_stats(do, dlse, o, lse), oracle.attention_backward(q, k, v, do, **extra),
+            oracle.backward_bound(q, k, v, do, steps=-(-Lk // 64), steps_q=-(-Lq // 64), **extra))
+
+
+def backward_verdict(name, *changes, seed=0):
+    "报告的种类、“误差”，或者“没有报错”"
+    *inputs, exact, bound = backward_case(name)
+    got = [torch.full_like(x, math.nan) for x in inputs[1:4]]
+    args, config, tasks = flash3_backward_launch(*inputs, *got, scale=0.125, causal=True, BLOCK_N=64)[name]
+    kernel = dict(dkdv=flash3_dkdv_kernel, dq=flash3_dq_kernel)[name]
+    if changes: kernel = machine.variant(kernel, *changes)
+    try:
+        with np.errstate(all="ignore"): machine.run(kernel, 2, args, config, seed=seed)
+    except machine.Fault as fault: return fault.kind
+    which = slice(1, 3) if name == "dkdv" else slice(0, 1)
+    return "没有报错" if max(oracle.ratio(*x) for x in list(zip(got, exact, bound))[which]) <= 1 else "误差"
+
+
+def mutants_dkdv():
+    """{毛病: (原文, 换成)}，flash3_dkdv_kernel。"""
+    _X, _DP = "    x = warpgroup_mma_wait(1, deps=(x, ))\n", "    dp = warpgroup_mma_wait(1, deps=(dp, ))\n"
+    _DV, _DK = "    dv = warpgroup_mma_wait(1, deps=(dv, ))\n", "    dk = warpgroup_mma_wait(0, deps=(dk, ))\n"
+    _FREE_ROWS, _FREE_DO, _FREE_Q = (f"    flash3_release(n, {r}_ring)\n" for r in ("stats", "do", "q"))
+    _FREE_KT, _FREE_VT = (f"        flash3_release(2 * r + W, {r}_ring)\n" for r in "kv")
+    _KT, _VT = (f"        flash3_wait(2 * r + W, {r}_ring)\n" for r in "kv")
+    _LSE = "    lse = stats.slice(0, BLOCK_M).load(column)\n"
+    _PUT, _PUT_FENCE = "    tile.store(x.to(desc.dtype))\n", "    fence_async_shared()\n    if at < limit:\n"
+    _PUT_K = "        flash3_put(dk_desc, k, dk * scale, b, h_kv, key, Lk)\n"
+    _SEND_Q = "                flash3_load(q_desc, b, h, i * BLOCK_M, n, q_ring)\n"
+    _SEND_DO = "                flash3_load(do_desc, b, h, i * BLOCK_M, n, do_ring)\n"
+    return {
+        "不等 Q": ("    flash3_wait(n, q_ring)\n", ""),
+        "不等 dO": ("    flash3_wait(n, do_ring)\n", ""),
+        "不等每行的数": ("    flash3_wait(n, stats_ring)\n", ""),
+        "不等 K": (_KT, ""),
+        "不等 V": (_VT, ""),
+        "等对方的 K": (_KT, _KT.replace("W", "1 - W")),
+        "S 不等": (_X, ""),
+        "S 少等一个": (_X, _X.replace("(1", "(2")),
+        "dP 不等": (_DP, ""),
+        "dP 少等一个": (_DP, _DP.replace("(1", "(2")),
+        "dV 少等一个": (_DV, _DV.replace("(1", "(2")),
+        "dK 不等": (_DK, ""),
+        "等 dV 之前还 dO": (_DV + _FREE_DO, _FREE_DO + _DV),
+        "等 dK 之前还 Q": (_DK + _FREE_Q, _FREE_Q + _DK),
+        "不还每行的数": (_FREE_ROWS, ""),
+        "不还 dO": (_FREE_DO, ""),
+        "不还 Q": (_FREE_Q, ""),
+        "不还 K": (_FREE_KT, ""),
+        "不还 V": (_FREE_VT, ""),
+        "dO 还到 Q 上": (_FREE_DO, _FREE_DO.replace("do_", "q_")),
+        "先还每行的数再读": (_LSE, _FREE_ROWS + _LSE),
+        "先还 K 再写回": (_PUT_K, _FREE_KT + _PUT_K),
+        "没有栅栏": (_PUT_FENCE, "    if at < limit:\n"),
+        "栅栏在写之前": (_PUT + _PUT_FENCE, "    fence_async_shared()\n" + _PUT + "    if at < limit:\n"),
+        "不等写回": ("        tma.store_wait(0)\n", ""),
+        "写回少等一个": ("tma.store_wait(0)", "tma.store_wait(1)"),
+        "末尾之后也写": ("    if at < limit:", "    if True:"),
+        "末尾之后也搬": ("gl.minimum(key + w * BLOCK_N, Lk - 1)", "key + w * BLOCK_N"),
+        "dK 写进 V 的缓冲": (_PUT_K, _PUT_K.replace("k, dk", "v, dk")),
+        "少搬一块": ("range(first, stop):\n                flash3_load", "range(first + 1, stop):\n                flash3_load"),
+        "dO 不搬": (_SEND_DO, ""),
+        "dO 搬进 Q 的环": (_SEND_DO, _SEND_DO.replace("do_ring", "q_ring")),
+        "生产者不数": (_SEND_Q + "                n += 1\n", _SEND_Q),
+        "消费者不数任务": (_FREE_VT + "        r += 1\n", _FREE_VT),
+        "只算一个头": ("range(group):", "range(1):"),
+        "Q 的空只数一个": ("layout), 2)\n    do_ring", "layout), 1)\n    do_ring"),
+        "每行的数的空只数一个": ("line), 2)", "line), 1)"),
+        "两个 0 号消费者": ("scale, sizes, 1, CAUSAL", "scale, sizes, 0, CAUSAL"),
+        "屏障没有初始化": ("mbarrier.init(full.index(i), count=1)", "pass"),
+        "从 +δ 加起": ("zero - stats", "zero + stats"),
+        "L 与 δ 颠倒": (_LSE, _LSE.replace("slice(0,", "slice(BLOCK_M,")),
+        "dK 不乘 α": ("dk * scale", "dk"),
+        "因果少一列": ("j[:, None] <= i", "j[:, None] < i"),
+        "因果左上对齐": ("i = row + (Lk - Lq)", "i = row"),
+        "跳过第一个行块": ("// BLOCK_M, stop)", "// BLOCK_M + 1, stop)"),
+        "dK 用 P": ("ds.to(dtype)", "p.to(dtype)"),
+        "dK 乘 dO": ("operand), q, dk", "operand), do, dk"),
+        "头走错": ("range(h_kv * group, h_kv * group + group)", "range(group)"),
+    }
+
+
+# nbs/05_flash3.ipynb 单元 1c7b896d
+def mutants_dq():
+    """{毛病: (原文, 换成)}，flash3_dq_kernel。"""
+    _X = "    x = warpgroup_mma_wait(1, deps=(x, ))\n"
+    _PUT_FENCE = "    fence_async_shared()\n    if at < limit:\n"
+    _DP0, _DQ = "    dp = warpgroup_mma_wait(0, deps=(dp, ))\n", "    dq = warpgroup_mma_wait(0, deps=(dq, ))\n"
+    _FREE_K, _FREE_V = (f"    flash3_release(n, {r}_ring)\n" for r in "kv")
+    _QT, _DOT = (f"        flash3_wait(2 * r + W, {r}_ring)\n" for r in ("q", "do"))
+    _FREE_QT, _FREE_DOT = (f"        flash3_release(2 * r + W, {r}_ring)\n" for r in ("q", "do"))
+    _PUT_Q = "        flash3_put(dq_desc, q, dq * scale, b, h, row, Lq)\n"
+    _SEND_V = "            flash3_load(v_desc, b, h_kv, (blocks - 1 - i) * BLOCK_N, n, v_ring)\n"
+    return {
+        "不等 Q": (_QT, ""),
+        "不等 dO": (_DOT, ""),
+        "不等 K": ("    flash3_wait(n, k_ring)\n", ""),
+        "不等 V": ("    flash3_wait(n, v_ring)\n    dp", "    dp"),
+        "S 不等": (_X, ""),
+        "S 少等一个": (_X, _X.replace("(1", "(2")),
+        "dP 不等": (_DP0, ""),
+        "dP 少等一个": (_DP0, _DP0.replace("(0", "(1")),
+        "dQ 不等": (_DQ, ""),
+        "dQ 少等一个": (_DQ, _DQ.replace("(0", "(1")),
+        "等 dP 之前还 V": (_DP0 + _FREE_V, _FREE_V + _DP0),
+        "等 dQ 之前还 K": (_DQ + _FREE_K, _FREE_K + _DQ),
+        "不还 K": (_FREE_K, ""),
+        "不还 V": (_FREE_V, ""),
+        "不还 Q": (_FREE_QT, ""),
+        "不还 dO": (_FREE_DOT, ""),
+        "先还 Q 再写回": (_PUT_Q, _FREE_QT + _PUT_Q),
+        "不等写回": ("        tma.store_wait(0)\n", ""),
+        "没有栅栏": (_PUT_FENCE, "    if at < limit:\n"),
+        "末尾之后也写": ("    if at < limit:", "    if True:"),
+        "末尾之后也搬": ("gl.minimum(row + w * BLOCK_M, Lq - 1)", "row + w * BLOCK_M"),
+        "V 不搬": (_SEND_V, ""),
+        "V 搬进 K 的环": (_SEND_V, _SEND_V.replace("v_ring", "k_ring")),
+        "V 错一块": (_SEND_V, _SEND_V.replace("(blocks - 1 - i)", "i")),
+        "K 的空只数一个": ("layout), 2)\n    v_ring", "layout), 1)\n    v_ring"),
+        "两个 0 号消费者": ("scale, sizes, 1, CAUSAL", "scale, sizes, 0, CAUSAL"),
+        "不减 δ": ("(dp - delta[:, None])", "dp"),
+        "dQ 不乘 α": ("dq * scale", "dq"),
+        "因果少一列": ("j[None, :] <= last", "j[None, :] < last"),
+        "因果左上对齐": ("last = row + (Lk - Lq)", "last = row"),
+        "不掩": ("masked = gl.maximum(blocks - full, 0)", "masked = 0"),
+        "每行的数取错": (" * 2) + row // BLOCK_M", " * 2)"),
+    }
+
+
+def backward_mutants():
+    """{(内核, 毛病): (原文, 换成)}"""
+    suites = {"dkdv": mutants_dkdv(), "dq": mutants_dq()}
+    return {(kernel, name): change for kernel, suite in suites.items() for name, change in suite.items()}
+
+
+@pytest.mark.parametrize("kernel,name", list(backward_mutants()))
+def test_mutation_of_the_backward_is_caught(kernel, name):
+    change = backward_mutants()[kernel, name]
+    assert "没有报错" not in {backward_verdict(kernel, change, seed=seed) for seed in range(2)}
+
+
+@pytest.mark.parametrize("kernel", ["dkdv", "dq"])
+def test_mutation_none_of_the_backward_is_never_flagged(kernel):
+    assert {backward_verdict(kernel, seed=seed) for seed in range(8)} == {"没有报错"}
+
+
 # nbs/05_flash3.ipynb 单元 087a1309
 _TARGET = "sm_90a"
 
@@ -594,7 +823,7 @@ def test_the_place_of_the_next_wait_matters():
     assert max(flash3_overlap(flash3_report(_TARGET, kernel=moved))) == 0
 
 
-# nbs/05_flash3.ipynb 单元 d9f2e546
+# nbs/05_flash3.ipynb 单元 6f66022f
 def test_command_line_compiles_it():
     command = "-m attn_book compile flash3_fwd --arch sm_90a --json --set D=64 --set CAUSAL=False"
     out = subprocess.run([sys.executable, *command.split()], capture_output=True, text=True)
@@ -604,4 +833,34 @@ def test_command_line_compiles_it():
 
 
 def test_report_refuses():
+    for target in ("sm_80", "sm_100a"):
+        with pytest.raises(ValueError, match=f"expected sm_90a .*got {target}"): flash3_report(target)
     with pytest.raises(ValueError, match="expected one of .*got 96"): flash3_report(_TARGET, dict(D=96))
+
+
+# nbs/05_flash3.ipynb 单元 7659dd0c
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("name", ["dkdv", "dq"])
+def test_machine_code_of_the_backward(name, D, dtype):
+    compile_it = dict(dkdv=flash3_dkdv_report, dq=flash3_dq_report)[name]
+    r = compile_it(_TARGET, dict(D=D, CAUSAL=dtype == torch.float16), dtype=dtype)
+    parts = flash3_partitions(r)
+    assert r.spills == 0 and r.fits and r.threads == 384 and ".target sm_90a" in r.ptx
+    assert sorted(p["limit"] for p in parts) == [24, 240, 240]
+    # dkdv：Sᵀ、dPᵀ 各 D/16 条，dV、dK 各 64/16 条；dq：S、dP 各 D/16 条，dQ 是 128/16 条，两个循环
+    products = 2 * D // 16 + 2 * 4 if name == "dkdv" else 2 * (2 * D // 16 + 8)
+    for p in parts:
+        assert p["wgmma"] == (0 if p["limit"] == 24 else products) and p["used"] <= p["limit"]
+        assert (p["load"] > 0) == (p["exp"] == 0) == (p["limit"] == 24)
+        assert p["store"] == (p["limit"] == 240) * (2 if name == "dkdv" else 1)
+    assert r.ptx_count(r"cp\.async\.bulk\.tensor\.4d\.shared") and r.ptx_count("setmaxnreg") >= 3
+    if name == "dq": assert flash3_overlap(r) == [64] * 4
+
+
+def test_backward_reports_are_registered():
+    from attn_book import aot
+    assert {"flash3_dkdv", "flash3_dq"} <= set(aot.kernels())
+    assert aot.report("flash3_dkdv", _TARGET, constexprs=dict(D=64)).spills == 0
+    with pytest.raises(ValueError, match="flash3_dq: constexpr D: expected one of .*got 256"):
+        flash3_dq_report(_TARGET, dict(D=256))

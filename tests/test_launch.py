@@ -199,6 +199,19 @@ def test_another_thread_sees_the_original_language():
     assert x[0] == 1 and "outside" in seen[0]
 
 
+# nbs/c_launch.ipynb 单元 ca649490
+def test_gluon_keeps_the_original_names():
+    """解释器替换 tl 的名字时才导入 Gluon，Gluon 就抄走了替身；要在干净的进程里看。"""
+    import subprocess, sys
+    code = ("import torch, triton.language as tl\n"
+            "from attn_book.projection import project\n"
+            "project(torch.ones(2, 3), torch.ones(3, 4))\n"
+            "from triton.experimental.gluon import language as gl\n"
+            "assert gl.static_range is tl.static_range, gl.static_range\n")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 # nbs/c_launch.ipynb 单元 01c90c94
 def test_wrong_calls_are_refused_before_anything_runs():
     x = torch.zeros(64)
