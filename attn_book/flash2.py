@@ -1116,7 +1116,7 @@ def flash2_cuda_gpu_cases(device: str = "cuda") -> Iterator[tuple[str, Callable[
         name = f"flash2_cuda {str(dtype)[6:]} causal={causal} {shape}"
         yield name, functools.partial(case, dtype, causal, shape)
 
-# %% ../nbs/04_flash2.ipynb #e911a713
+# %% ../nbs/04_flash2.ipynb #98c4f345
 def aot_signature(name: str, dtype: str = "fp16", **switches) -> tuple[dict, dict]:
     """(参数类型, 编译期开关)：内核 forward、dkdv 或 dq 在连续输入上的签名。
 
@@ -1155,11 +1155,13 @@ def aot_report(name: str, target: str = "sm_90", *, d: int = 128, dtype: str = "
 
 
 def _register() -> None:
-    """登记 flash2_fwd、flash2_dkdv、flash2_dq。Register the kernels: fp16, d = 128, causal, default blocks."""
+    """登记 flash2_fwd、flash2_dkdv、flash2_dq。Register the kernels: fp16, d = 128, causal, one set of blocks for all targets."""
     for name, public, fn in (("forward", "flash2_fwd", flash2_forward_kernel), ("dkdv", "flash2_dkdv", flash2_dkdv_kernel),
                              ("dq", "flash2_dq", flash2_dq_kernel)):
         types, flags = aot_signature(name)
         config = default_config(name, 128, 128, torch.float16, (8, 0))
+        if name == "dkdv":
+            config |= dict(BLOCK_M=32, BLOCK_N=32)                        # 一套块大小要在三代架构上都不溢出
         options = {n: config.pop(n) for n in ("num_warps", "num_stages")}
         aot.register(public, fn, signature=types, constexprs=flags | config | dict(D=128, DV=128, BLOCK_D=128, BLOCK_DV=128), **options)
 
