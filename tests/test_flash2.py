@@ -34,7 +34,7 @@ def test_merge_lse_of_two_empty_results_is_empty():
     assert lse[0] == -math.inf and not o.any()
 
 
-# nbs/04_flash2.ipynb 单元 725db1ed
+# nbs/04_flash2.ipynb 单元 b003d658
 import itertools
 import torch
 
@@ -71,10 +71,8 @@ def test_seen_span_visits_exactly_the_needed_blocks():
                 for n0 in range(a, b, B_c)
             ]
             assert len(walked) == len(set(walked))
-            assert all(some[j].item() == any(n <= j < n + B_c
-                                             for n in walked) or any(n <= j < n + B_c
-                                                                     for n in walked)
-                       for j in range(Lk))
+            covered = {j for n in walked for j in range(n, n + B_c)}
+            assert all(j in covered for j in range(Lk) if some[j])
             assert all(some[n:n + B_c].any()
                        for n in walked), (Lq, Lk, left, right, B_r, B_c, i)
             whole = [n for n in range(0, Lk, B_c) if n + B_c <= Lk and every[n:n + B_c].all()]
@@ -133,7 +131,7 @@ def test_any_strides(transform):
     check_flash2((2, 2, 2, 20, 37, 16, 16), torch.float32, True, transform=transform)
 
 
-# nbs/04_flash2.ipynb 单元 171e93d7
+# nbs/04_flash2.ipynb 单元 07def328
 @pytest.mark.parametrize("causal", [False, True])
 def test_runs_are_bit_identical(causal):
     runs = [run_flash2((1, 4, 2, 100, 130, 32, 32), torch.float16, causal)[0] for _ in range(3)]
@@ -145,17 +143,20 @@ def test_hidden_bad_values_do_not_leak_and_visible_ones_are_not_lost(bad):
     """known-failures N：因果下，坏值只到达看得见它的行。"""
     g = torch.Generator().manual_seed(0)
     q, k, v, do = (torch.randn(1, 1, 40, 16, generator=g) for _ in range(4))
-    clean = flash2(q, k, v, causal=True, return_lse=True)
+    do[:, :, 21:] = 0
+    model = dict(causal=True, steps=3)                                        # 重算时一次走 16 个键
+    exact, bound = oracle.attention(q, k, v, causal=True), oracle.attention_bound(q, k, v, **model)
+    exact_dq = oracle.attention_backward(q, k, v, do, causal=True)[0]
+    bound_dq = oracle.backward_bound(q, k, v, do, steps_q=3, **model)[0]
     v[0, 0, 21], k[0, 0, 30] = bad, math.nan
     q, k, v = (x.requires_grad_() for x in (q, k, v))
     o, lse = flash2(q, k, v, causal=True, return_lse=True)
-    assert_within(o[:, :, :21], clean[0][:, :, :21], 1e-6)                    # 重算时一次走 16 个键，末位会变
+    assert_within(o[:, :, :21], exact[0][:, :, :21], bound[0][:, :, :21])
     assert not o[:, :, 21:].isfinite().any()
-    assert torch.equal(lse[:, :, :30], clean[1][:, :, :30]) or (lse[:, :, :30] - clean[1][:, :, :30]).abs().max() < 1e-6
+    assert_within(lse[:, :, :30], exact[1][:, :, :30], bound[1][:, :, :30], "lse")
     assert lse[:, :, 30:].isnan().all()
-    do[:, :, 21:] = 0
-    dq, dk, dv = torch.autograd.grad(o[:, :, :21].sum(), (q, k, v))
-    assert dq[:, :, :21].isfinite().all()
+    dq, = torch.autograd.grad(o, q, do)
+    assert_within(dq[:, :, :21], exact_dq[:, :, :21], bound_dq[:, :, :21], "dq")
 
 
 def test_split_keys_and_packed_heads_equal_the_plain_launch():
