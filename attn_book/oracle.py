@@ -226,7 +226,7 @@ def _matmul(a: Tensor, b: Tensor, keep: Tensor) -> Tensor:
         out += torch.where(see, a[..., j, None] * b[..., j, None, :], 0)
     return out
 
-# %% ../nbs/b_numerics.ipynb #86d96b7b
+# %% ../nbs/b_numerics.ipynb #ae02e0f7
 class _Forward(NamedTuple):
     q: Tensor            # (B, H, Lq, D) float64
     k: Tensor            # (B, H, Lk, D) float64, heads repeated for GQA
@@ -235,14 +235,15 @@ class _Forward(NamedTuple):
     x: Tensor            # α q·k before softcap, bias and mask
     s: Tensor            # scores, -inf where masked
     p: Tensor            # probabilities, 0 where masked
+    z: Tensor            # dropout factors Z, all ones without dropout
     lse: Tensor          # (B, H, Lq)
     scale: float
     softcap: float | None
     bias: Tensor | None
     H_kv: int
 
-# %% ../nbs/b_numerics.ipynb #00810d81
-def _forward(where, q, k, v, causal, scale, mask, window, softcap, bias) -> _Forward:
+# %% ../nbs/b_numerics.ipynb #d5ccee11
+def _forward(where, q, k, v, causal, scale, mask, window, softcap, bias, dropout=None) -> _Forward:
     B, H, H_kv, Lq, Lk, D, Dv = check_qkv(q, k, v, where=where)
     scale, softcap = check_scale(scale, D, where=where), check_softcap(softcap, where=where)
     if mask is not None:
@@ -250,6 +251,8 @@ def _forward(where, q, k, v, causal, scale, mask, window, softcap, bias) -> _For
     if bias is not None:
         check_broadcast("bias", bias, (B, H, Lq, Lk), where=where)
         bias = bias.detach().double()
+    if dropout is not None:
+        check_broadcast("dropout", dropout, (B, H, Lq, Lk), where=where)
     q, k, v = (t.detach().double() for t in (q, k, v))
     k, v = (t.repeat_interleave(H // H_kv if H_kv else 1, dim=1) for t in (k, v))
     keep = visible(Lq, Lk, causal=causal, window=check_window(window, where=where), mask=mask, device=q.device)
@@ -261,19 +264,20 @@ def _forward(where, q, k, v, causal, scale, mask, window, softcap, bias) -> _For
     s = torch.where(keep, s, -math.inf)
     lse = torch.logsumexp(s, -1)                                     # L = ln Σ_j e^{s_j}; empty row: -inf
     p = torch.where(keep, torch.exp(s - lse[..., None]), 0)          # P = e^{S - L}
-    return _Forward(q, k, v, keep, x, s, p, lse, scale, softcap, bias, H_kv)
+    z = torch.ones_like(p) if dropout is None else dropout.detach().double().expand_as(p)
+    return _Forward(q, k, v, keep, x, s, p, z, lse, scale, softcap, bias, H_kv)
 
-# %% ../nbs/b_numerics.ipynb #4ca688fb
-def attention(q, k, v, *, causal=False, scale=None, mask=None, window=None, softcap=None, bias=None):
+# %% ../nbs/b_numerics.ipynb #00474e2a
+def attention(q, k, v, *, causal=False, scale=None, mask=None, window=None, softcap=None, bias=None, dropout=None):
     """float64 的稠密注意力，返回 (o, lse)。
 
     Dense attention in float64: o (B,H,Lq,Dv), lse (B,H,Lq), on q's device, without autograd history.
     s = α q·k → softcap → + bias → mask; see `visible` for causal, window and mask (bool, True = keep,
-    broadcast to (B,H,Lq,Lk)). softcap c > 0: s ← c·tanh(s/c). bias: added, -inf masks. A row that sees no key
-    has o = 0, lse = -inf. Values of unseen keys are never used, be they NaN. Raises ValueError / TypeError.
+    broadcast to (B,H,Lq,Lk)). softcap c > 0: s ← c·tanh(s/c). bias: added, -inf masks. dropout: factors Z, 0 or
+    1/(1 - p), broadcast to (B,H,Lq,Lk): o = (P∘Z) v, and lse stays. A row that sees no key has o = 0, lse = -inf. Values of unseen keys are never used, be they NaN. Raises ValueError / TypeError.
     """
-    f = _forward("oracle.attention", q, k, v, causal, scale, mask, window, softcap, bias)
-    return _matmul(f.p, f.v, f.keep), f.lse
+    f = _forward("oracle.attention", q, k, v, causal, scale, mask, window, softcap, bias, dropout)
+    return _matmul(f.p * f.z, f.v, f.keep), f.lse
 
 # %% ../nbs/b_numerics.ipynb #48b09ca9
 def scores(q, k, v=None, *, causal=False, scale=None, mask=None, window=None, softcap=None, bias=None) -> Tensor:
@@ -291,14 +295,14 @@ def probabilities(q, k, v=None, *, causal=False, scale=None, mask=None, window=N
     """
     return _forward("oracle.probabilities", q, k, k if v is None else v, causal, scale, mask, window, softcap, bias).p
 
-# %% ../nbs/b_numerics.ipynb #b4a95a2c
+# %% ../nbs/b_numerics.ipynb #59193121
 def _score_gradient(f: _Forward, do: Tensor, dlse) -> tuple[Tensor, Tensor, Tensor]:
     """o, D and dS = P∘(dP - D), the gradient for the scores after softcap and bias."""
-    o = _matmul(f.p, f.v, f.keep)
+    o = _matmul(f.p * f.z, f.v, f.keep)
     d = (do * o).sum(-1, keepdim=True)                               # D = rowsum(dO∘O)
     if dlse is not None:
         d = d - dlse.detach().double()[..., None]                    # ∂L_i/∂s_ij = P_ij
-    ds = torch.where(f.keep, f.p * (do @ f.v.mT - d), 0)             # dS = P∘(dO Vᵀ - D)
+    ds = torch.where(f.keep, f.p * (f.z * (do @ f.v.mT) - d), 0)     # dS = P∘(Z∘dO Vᵀ - D)
     return o, d, ds
 
 # %% ../nbs/b_numerics.ipynb #72a6bb46
@@ -313,18 +317,18 @@ def _fold(x: Tensor, H_kv: int) -> Tensor:
     """Sum over the query heads that share a key head: (B, H, L, D) → (B, H_kv, L, D)."""
     return x.unflatten(1, (H_kv, x.shape[1] // H_kv)).sum(2) if H_kv else x
 
-# %% ../nbs/b_numerics.ipynb #0b10f069
+# %% ../nbs/b_numerics.ipynb #6d02a0b7
 def attention_backward(q, k, v, do, *, causal=False, scale=None, mask=None, window=None, softcap=None, bias=None,
-                       dlse=None):
+                       dropout=None, dlse=None):
     """手推公式的反向，float64，返回 (dq, dk, dv)。
 
     The gradients of Σ o∘do + Σ lse∘dlse. do (B,H,Lq,Dv), dlse (B,H,Lq) or None. Options as in `attention`.
     """
     where = "oracle.attention_backward"
-    f = _forward(where, q, k, v, causal, scale, mask, window, softcap, bias)
+    f = _forward(where, q, k, v, causal, scale, mask, window, softcap, bias, dropout)
     do = _check_gradients(where, f, do, dlse)
     _, _, ds = _score_gradient(f, do, dlse)
-    dv = _matmul(f.p.mT, do, f.keep.mT)                              # dV = Pᵀ dO
+    dv = _matmul((f.p * f.z).mT, do, f.keep.mT)                      # dV = (P∘Z)ᵀ dO
     if f.softcap is not None:                                        # d(c·tanh(x/c))/dx = 1 - tanh²
         ds = torch.where(f.keep, ds * (1 - torch.tanh(f.x / f.softcap) ** 2), 0)
     dq = f.scale * _matmul(ds, f.k, f.keep)                          # dQ = α dS K
@@ -393,7 +397,7 @@ def _arithmetic(where: str, q: Tensor, p_dtype, out_dtype, *rest) -> _Arithmetic
         raise ValueError(f"{where}: argument steps: expected an int >= 1, got {t.steps!r}")
     return t
 
-# %% ../nbs/b_numerics.ipynb #a17975af
+# %% ../nbs/b_numerics.ipynb #0ab9de61
 def _low(dtype: torch.dtype, acc: float) -> tuple[float, float]:
     """(u, η/2) of storing in dtype; (0, 0) when the arithmetic is no finer than dtype."""
     u = unit_roundoff(dtype)
@@ -411,6 +415,11 @@ def _dot_error(f: _Forward, t: _Arithmetic) -> tuple[Tensor, Tensor]:
     return torch.where(f.keep, dot, 0), torch.where(f.keep, size, 0)
 
 
+def _dropout_size(f: _Forward) -> float:
+    """1/(1 - p) of the dropout; 0.0 without dropout."""
+    return 0.0 if f.z.numel() == 0 or bool((f.z == 1).all()) else float(f.z.max())
+
+
 def _rowmax(x: Tensor) -> Tensor:
     return x.amax(-1, keepdim=True) if x.shape[-1] else x.new_zeros(*x.shape[:-1], 1)
 
@@ -419,7 +428,7 @@ def _depth(length: int, blocks: int, roundings: int, chained: bool) -> int:
     """Most roundings that one term meets in a sum over `length` terms cut into blocks."""
     return (length if chained else -(-length // blocks)) + roundings * blocks
 
-# %% ../nbs/b_numerics.ipynb #d21f92b5
+# %% ../nbs/b_numerics.ipynb #6c09eba2
 def _forward_bound(f: _Forward, t: _Arithmetic) -> tuple[Tensor, Tensor]:
     """(bound_o, bound_lse) of a forward pass with arithmetic t."""
     dot, size = _dot_error(f, t)
@@ -428,12 +437,13 @@ def _forward_bound(f: _Forward, t: _Arithmetic) -> tuple[Tensor, Tensor]:
     c = torch.expm1(argument - t.steps * math.log1p(-t.exp_error))                    # C
     g = gamma(_depth(f.k.shape[2], t.steps, t.step_roundings, t.chained), t.acc)      # γ_n
     u, sub = _low(t.p_dtype, t.acc)
-    a = f.p * (c + (1 + c) * ((1 + u) * (1 + g) - 1))                                 # numerator
+    drop = FP32 * (_dropout_size(f) + 4) if _dropout_size(f) else 0.0                 # ζ
+    a = f.p * f.z * (c + (1 + c) * ((1 + u) * (1 + g) * (1 + drop) - 1))              # numerator
     b = (f.p * (c + (1 + c) * g)).sum(-1, keepdim=True)                               # denominator: β
     empty = (f.lse == -math.inf)[..., None]
     lse, m = (x.masked_fill(empty, 0) for x in (f.lse[..., None], _rowmax(f.s)))
-    tiny = sub / t.p_scale / (1 if t.materialised else (lse - m).exp()) + t.steps * TINY
-    o, v = _matmul(f.p, f.v, f.keep), f.v.abs()
+    tiny = sub / t.p_scale / (1 if t.materialised else (lse - m).exp()) + t.steps * TINY * max(1.0, _dropout_size(f))
+    o, v = _matmul(f.p * f.z, f.v, f.keep), f.v.abs()
     e = _matmul(a, v, f.keep) + b * o.abs() + tiny * _matmul(f.keep.double(), v, f.keep)
     e = (e + f.k.shape[2] * TINY) / (1 - b)
     e = e + 4 * t.acc * (o.abs() + e)                                                 # division by l
@@ -441,11 +451,11 @@ def _forward_bound(f: _Forward, t: _Arithmetic) -> tuple[Tensor, Tensor]:
     bound_l = -torch.log1p(-b) + t.acc * (4 + 8 * (lse - m) + 4 * top + 4 * m.abs())  # Δ_L
     return bound_o, torch.where(b < 1, bound_l, math.inf).masked_fill(empty, 0)[..., 0]
 
-# %% ../nbs/b_numerics.ipynb #a9531432
+# %% ../nbs/b_numerics.ipynb #f8a93598
 def attention_bound(q, k, v, *, causal=False, scale=None, mask=None, window=None, softcap=None, bias=None,
-                    p_dtype=None, out_dtype=None, s_dtype=torch.float32, steps: int = 1, step_roundings: int = 2,
-                    chained: bool = False, materialised: bool = False, p_scale: float = 1.0,
-                    exp_error: float = EXP_ERROR, acc: float = FP32) -> tuple[Tensor, Tensor]:
+                    dropout=None, p_dtype=None, out_dtype=None, s_dtype=torch.float32, steps: int = 1,
+                    step_roundings: int = 2, chained: bool = False, materialised: bool = False,
+                    p_scale: float = 1.0, exp_error: float = EXP_ERROR, acc: float = FP32) -> tuple[Tensor, Tensor]:
     """一个低精度内核的 (o, lse) 最多可以错多少：逐元素误差界（float64）。
 
     Elementwise bounds (bound_o, bound_lse) on |kernel - `attention`| for exact inputs. inf: no promise.
@@ -458,22 +468,24 @@ def attention_bound(q, k, v, *, causal=False, scale=None, mask=None, window=None
     acc: unit roundoff of the arithmetic, FP32 or TENSOR_CORE. Derivation: appendix 数值与误差.
     """
     where = "oracle.attention_bound"
-    f = _forward(where, q, k, v, causal, scale, mask, window, softcap, bias)
+    f = _forward(where, q, k, v, causal, scale, mask, window, softcap, bias, dropout)
     return _forward_bound(f, _arithmetic(where, q, p_dtype, out_dtype, s_dtype, steps, step_roundings, chained,
                                          materialised, p_scale, exp_error, acc))
 
-# %% ../nbs/b_numerics.ipynb #cd598051
+# %% ../nbs/b_numerics.ipynb #4be88a2f
 def _score_gradient_error(f: _Forward, do: Tensor, dlse, t: _Arithmetic, bound_o: Tensor, bound_l: Tensor):
     """(dS for x = α q·k, its error, error of P) in a backward pass with arithmetic t."""
     o, d, ds = _score_gradient(f, do, dlse)
-    dp = torch.where(f.keep, do @ f.v.mT, 0)
+    dp = torch.where(f.keep, f.z * (do @ f.v.mT), 0)
+    drop = FP32 * (_dropout_size(f) + 4) if _dropout_size(f) else 0.0                 # ζ
     g = torch.where(f.keep, dp - d, 0)
     u, sub = _low(t.p_dtype, t.acc)
     dot, size = _dot_error(f, t)
     large = torch.maximum(f.lse.masked_fill(f.lse == -math.inf, 0).abs()[..., None], _rowmax(size))
     c = torch.expm1(dot + bound_l[..., None] + ARGUMENT * t.acc * (size + large) - math.log1p(-t.exp_error))   # C'
-    e_p = f.p * ((1 + c) * (1 + u) - 1) + torch.where(f.keep, sub + TINY, 0)          # P as stored
-    e_dp = gamma(f.v.shape[3], t.acc) * torch.where(f.keep, do.abs() @ f.v.abs().mT, 0)
+    e_p = f.p * f.z * ((1 + c) * (1 + u) * (1 + drop) - 1)                            # P∘Z as stored
+    e_p = e_p + torch.where(f.keep, sub + TINY * max(1.0, _dropout_size(f)), 0)
+    e_dp = (1 + drop) * gamma(f.v.shape[3], t.acc) * torch.where(f.keep, f.z * (do.abs() @ f.v.abs().mT), 0) + drop * dp.abs()
     e_d = (do.abs() * bound_o + gamma(f.v.shape[3] + 1, t.acc) * do.abs() * (o.abs() + bound_o)).sum(-1, keepdim=True)
     used = f.p * c + TINY                                                             # error of the P inside dS
     if t.materialised:
@@ -491,9 +503,9 @@ def _score_gradient_error(f: _Forward, do: Tensor, dlse, t: _Arithmetic, bound_o
     e_s = e_s + u * (ds.abs() + e_s) + sub * max(1.0, 1 / abs(f.scale or 1.0))        # dS as stored
     return torch.where(f.keep, ds, 0), torch.where(f.keep, e_s, 0), e_p
 
-# %% ../nbs/b_numerics.ipynb #1c9b5ace
+# %% ../nbs/b_numerics.ipynb #d9a6195b
 def backward_bound(q, k, v, do, *, causal=False, scale=None, mask=None, window=None, softcap=None, bias=None,
-                   dlse=None, p_dtype=None, out_dtype=None, o_dtype=None, s_dtype=torch.float32, steps: int = 1,
+                   dropout=None, dlse=None, p_dtype=None, out_dtype=None, o_dtype=None, s_dtype=torch.float32, steps: int = 1,
                    steps_q: int = 1, step_roundings: int = 2, chained: bool = False, materialised: bool = False,
                    exp_error: float = EXP_ERROR, acc: float = FP32) -> tuple[Tensor, Tensor, Tensor]:
     """反向内核的 (dq, dk, dv) 最多可以错多少：逐元素误差界（float64）。
@@ -505,7 +517,7 @@ def backward_bound(q, k, v, do, *, causal=False, scale=None, mask=None, window=N
     Other arguments as in `attention_bound`.
     """
     where = "oracle.backward_bound"
-    f = _forward(where, q, k, v, causal, scale, mask, window, softcap, bias)
+    f = _forward(where, q, k, v, causal, scale, mask, window, softcap, bias, dropout)
     do = _check_gradients(where, f, do, dlse)
     t = _arithmetic(where, q, p_dtype, o_dtype, s_dtype, steps, step_roundings, chained, materialised, 1.0, exp_error, acc)
     ds, e_s, e_p = _score_gradient_error(f, do, dlse, t, *_forward_bound(f, t))
@@ -516,7 +528,7 @@ def backward_bound(q, k, v, do, *, causal=False, scale=None, mask=None, window=N
     def product(w, e_w, x, keep, n):                                        # Δ = e_w|x| + γ_n(|w| + e_w)|x|
         return _matmul(w, x, keep), _matmul(e_w + gamma(n, acc) * (w.abs() + e_w), x.abs(), keep) + n * TINY
     (dq, e_q), (dk, e_k), (dv, e_v) = (product(ds, e_s, f.k, f.keep, n_k), product(ds.mT, e_s.mT, f.q, f.keep.mT, n_q),
-                                       product(f.p.mT, e_p.mT, do, f.keep.mT, n_q))
+                                       product((f.p * f.z).mT, e_p.mT, do, f.keep.mT, n_q))
     dk, e_k, dv, e_v = (_fold(x, f.H_kv) for x in (dk, e_k, dv, e_v))
     alpha = abs(f.scale)
     finish = lambda x, e: _rounded(x, e + 4 * acc * (x.abs() + e), out_dtype or q.dtype)

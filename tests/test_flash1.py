@@ -340,30 +340,7 @@ def test_mask_keeps_the_right_share():
     assert abs((first == second).float().mean() - 0.5) < 5 * 0.5 / math.sqrt(n)
 
 
-# nbs/03_flash1.ipynb 单元 4fa9c95a
-def dropout_exact_and_bound(q, k, v, do, z, blocks, causal):
-    """带失活的参照与误差界（B = 1，H = H_kv）；z (1, H, Lq, Lk) 为 0 或 1/(1−p)。"""
-    Lq, Lk, u = q.shape[2], k.shape[2], oracle.unit_roundoff(q.dtype)
-    rows = lambda t: t.double()[0].transpose(0, 1)[:, :, None]                       # (1, H, Lq, n) → (Lq, H, 1, n)
-    q_i, do_i, z_i = rows(q), rows(do), rows(z).mT
-    k_i, v_i = k.double().expand(Lq, -1, -1, -1), z_i * v.double()
-    args, mask = (q_i, k_i, v_i), oracle.visible(Lq, Lk, causal=causal)[:, None, None]
-    T_r, T_c = -(-Lq // blocks[0]), -(-Lk // blocks[1])
-    kernel_ = dict(mask=mask, p_dtype=q.dtype, steps=T_c, step_roundings=8)
-    o, b_o = oracle.attention(*args, mask=mask)[0], oracle.attention_bound(*args, **kernel_, out_dtype=q.dtype)[0]
-    dq, dk, dv = oracle.attention_backward(*args, do_i, mask=mask)
-    b_q, b_k, b_v = oracle.backward_bound(*args, do_i, **kernel_, o_dtype=q.dtype, out_dtype=torch.float64)
-    dv, b_v = dv * z_i, b_v * z_i
-
-    def total(x, b):                                                                # 各行之和：逐项的界，加上求和的舍入
-        e = (b + oracle.gamma(Lq + T_r, oracle.FP32) * (x.abs() + b)).sum(0, keepdim=True)
-        return x.sum(0, keepdim=True), e + u * (x.sum(0, keepdim=True).abs() + e) + oracle.half_subnormal(q.dtype)
-    back = lambda t: t[:, :, 0].transpose(0, 1)[None]
-    (dk, b_k), (dv, b_v) = total(dk, b_k), total(dv, b_v)
-    b_q = b_q + u * (dq.abs() + b_q) + oracle.half_subnormal(q.dtype)
-    return (back(o), back(dq), dk, dv), (back(b_o), back(b_q), b_k, b_v)
-
-
+# nbs/03_flash1.ipynb 单元 894083bc
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("causal, blocks", [(False, (16, 32)), (True, (32, 16))])
 def test_dropout_matches_float64(dtype, causal, blocks):
@@ -371,7 +348,11 @@ def test_dropout_matches_float64(dtype, causal, blocks):
     z = dropout_mask((1, 2, 20, 37), 0.5, 99).double() / 0.5
     o, lse, *grads = run(q, k, v, do, causal=causal, dropout_p=0.5, seed=99, blocks=blocks)
     assert torch.equal(lse, run(q, k, v, causal=causal, blocks=blocks)[1])           # 分母不受失活影响
-    for what, *x in zip(("o", "dq", "dk", "dv"), (o, *grads), *dropout_exact_and_bound(q, k, v, do, z, blocks, causal)):
+    options = dict(causal=causal, dropout=z)
+    model = dict(options, steps=-(-37 // blocks[1]), step_roundings=8)
+    exact = oracle.attention(q, k, v, **options)[0], *oracle.attention_backward(q, k, v, do, **options)
+    bound = oracle.attention_bound(q, k, v, **model)[0], *oracle.backward_bound(q, k, v, do, steps_q=-(-20 // blocks[0]), **model)
+    for what, *x in zip(("o", "dq", "dk", "dv"), (o, *grads), exact, bound):
         oracle.assert_within(*x, what)
 
 

@@ -429,7 +429,7 @@ def test_bounds_hold(dtype, shape, options):
         assert_within(*triple, what)
 
 
-# nbs/b_numerics.ipynb 单元 b78c46a6
+# nbs/b_numerics.ipynb 单元 3aba1507
 def opposite(seed, *shape):
     """Random numbers of size 30 whose second half nearly cancels the first, and their partner."""
     g = torch.Generator().manual_seed(seed)
@@ -461,6 +461,30 @@ def test_bounds_hold_where_one_term_rules(hard):
               *backward_bound(q, k, v, do, steps=3, **options, **extra))
     for what, *triple in zip(("o", "lse", "dq", "dk", "dv"), got, exact, bounds):
         assert_within(*triple, what)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_dropout_is_a_factor_of_every_value(dtype):
+    """一行一行地看：失活就是把 v_j 换成 z_ij v_j。"""
+    (q, k, v), p = random_qkv(H=2, H_kv=1, Lq=9, Lk=30, D=16, Dv=16, dtype=dtype), 0.4
+    do, z = torch.randn(1, 2, 9, 16).to(dtype), (torch.rand(1, 2, 9, 30) >= p).double() / (1 - p)
+    o, lse = attention(q, k, v, causal=True, dropout=z)
+    bound = attention_bound(q, k, v, causal=True, dropout=z, out_dtype=torch.float64)
+    leaves = [x.double().requires_grad_() for x in (q, k, v)]
+    K, V = (x.expand(-1, 2, -1, -1) for x in leaves[1:])
+    S = (leaves[0] @ K.mT / 4).masked_fill(~visible(9, 30, causal=True), -math.inf)
+    exact = (S.softmax(-1) * z) @ V
+    for x, y in zip((o, *attention_backward(q, k, v, do, causal=True, dropout=z)),
+                    (exact, *torch.autograd.grad(exact, leaves, do.double()))):
+        assert torch.allclose(x, y, rtol=1e-12, atol=1e-13)
+    assert torch.equal(lse, attention(q, k, v, causal=True)[1])
+    for h, i in itertools.product(range(2), range(9)):
+        one = (q[:, h:h + 1, i:i + 1].double(), k[:, :, :i + 22].double(), z[:, h:h + 1, i, :i + 22, None] * v[:, :, :i + 22].double())
+        plain = attention_bound(*one, p_dtype=dtype, out_dtype=torch.float64)[0]
+        assert (plain <= bound[0][:, h:h + 1, i:i + 1] * (1 + 1e-12)).all()      # 多出来的只有 ζ 与求和长度
+        assert (bound[0][:, h:h + 1, i:i + 1] <= 1.5 * plain + 1e-6).all()
+    with pytest.raises(ValueError, match="dropout"):
+        attention(q, k, v, dropout=z[..., :-1])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
