@@ -49,7 +49,7 @@ def cases(tokens: int = 2 ** 14, hidden: int = 2048, lengths: Iterable[int] = tu
     return [Case(tokens // N, hidden // d, N, d, causal, backward) for backward in (False, True)
             for causal in (True, False) for d in dims for N in lengths]
 
-# %% ../nbs/k_bench.ipynb #64567ba5
+# %% ../nbs/k_bench.ipynb #03ed4409
 class Provider(NamedTuple):
     "一种实现。context 包住每一次前向；token_major：内存次序是 (B, N, H, d)。One implementation to time."
     title: str
@@ -58,8 +58,8 @@ class Provider(NamedTuple):
     token_major: bool = False
 
 
-def _ours(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-    return attention(q, k, v, causal=causal)
+def _ours(title: str, backend: str) -> Provider:
+    return Provider(title, lambda q, k, v, causal: attention(q, k, v, causal=causal, backend=backend))
 
 
 def _sdpa(title: str, backend: SDPBackend) -> Provider:
@@ -74,16 +74,18 @@ def _official(title: str, module: str) -> Provider:
     return Provider(title, call, token_major=True)
 
 
-OURS = "attn_book"
+OURS = ("attn_book", "attn_book_flash3", "attn_book_flash4")
 PROVIDERS: dict[str, Provider] = {
-    OURS: Provider("本书", _ours),
+    **{name: _ours(title, backend) for name, title, backend in zip(
+        OURS, ("本书", "本书 FA-3", "本书 FA-4"), ("auto", "flash3", "flash4"))},
     "sdpa_flash": _sdpa("PyTorch flash", SDPBackend.FLASH_ATTENTION),
     "sdpa_cudnn": _sdpa("PyTorch cuDNN", SDPBackend.CUDNN_ATTENTION),
     "sdpa_efficient": _sdpa("PyTorch efficient", SDPBackend.EFFICIENT_ATTENTION),
     "flash_attn": _official("FlashAttention-2", "flash_attn"),
-    "flash_attn_3": _official("FlashAttention-3", "flash_attn_interface")}
+    "flash_attn_3": _official("FlashAttention-3", "flash_attn_interface"),
+    "flash_attn_4": _official("FlashAttention-4", "flash_attn.cute")}
 
-# %% ../nbs/k_bench.ipynb #91d4ef18
+# %% ../nbs/k_bench.ipynb #fe8a9328
 def _trial(case: Case, provider: Provider, tensors: tuple[Tensor, ...]) -> tuple[Callable[[], Any], dict[str, Tensor]]:
     """(要计时的动作, 算出的结果)。The thunk to time, and what one call computes: o, and dq, dk, dv for a backward."""
     if provider.token_major:
@@ -99,11 +101,12 @@ def _trial(case: Case, provider: Provider, tensors: tuple[Tensor, ...]) -> tuple
 
 def competitors() -> dict[str, str | None]:
     """对手的版本；没有安装则 None。Versions of cuDNN and the official packages, None where absent."""
-    owners = importlib.metadata.packages_distributions()
-    modules = ("flash_attn", "flash_attn_interface")
+    owners, fourth = importlib.metadata.packages_distributions(), "flash-attn-4"      # 也装在 flash_attn 之下
+    found = {name: [d for d in owners.get(m, ()) if (d == fourth) == (name == "flash_attn_4")] for name, m in
+             (("flash_attn", "flash_attn"), ("flash_attn_interface", "flash_attn_interface"), ("flash_attn_4", "flash_attn"))}
     cudnn = torch.backends.cudnn.version()
     return {"cudnn": str(cudnn) if cudnn else None,
-            **{m: importlib.metadata.version(owners[m][0]) if m in owners else None for m in modules}}
+            **{name: importlib.metadata.version(d[0]) if d else None for name, d in found.items()}}
 
 
 def _reason(error: BaseException, caught: list[warnings.WarningMessage]) -> str:
@@ -286,7 +289,7 @@ def load(folder: Path) -> list[dict[str, Any]]:
     records = [json.loads(p.read_text("utf-8")) for p in sorted(Path(folder).glob("*.json"))]
     return [r for r in records if r.get("kind") == "bench"]
 
-# %% ../nbs/k_bench.ipynb #e552cce9
+# %% ../nbs/k_bench.ipynb #cbdd89fa
 def speed(row: dict[str, Any]) -> float | None:
     "中位时间对应的 FLOP/s，没有测则 None。FLOP/s at the median time."
     return flops(Case(**row["case"])) / row["median"] if row["status"] == "measured" else None
@@ -304,7 +307,7 @@ def table(record: dict[str, Any], *, causal: bool, backward: bool) -> str:
     """一个方向的 TFLOP/s 表（Markdown），与本书对最快者的比值。
 
     TFLOP/s at the median with the half-width between the quartiles in per cent; † marks timings shorter than the call
-    from Python. The last columns: ours over the best other, and ours over the card's dense peak where it is known.
+    from Python. The last columns: the best of ours over the best other, and ours over the card's dense peak where it is known.
     """
     rows = [r for r in record["rows"] if r["case"]["causal"] == causal and r["case"]["backward"] == backward]
     names = [n for n in PROVIDERS if any(r["provider"] == n and r["status"] == "measured" for r in rows)]
@@ -319,9 +322,10 @@ def table(record: dict[str, Any], *, causal: bool, backward: bool) -> str:
             r = here[n]
             spread = (r["q3"] - r["q1"]) / 2 / r["median"]
             return f"{fast[n] / 1e12:.4g} ±{spread:.0%}" + (" †" if r["host"] > r["median"] else "")
-        best = max((s for n, s in fast.items() if n != OURS), default=None)
-        ratio = fast[OURS] / best if OURS in fast and best else None
-        share = fast[OURS] / hardware.peak(gpu, record["dtype"]) if OURS in fast and gpu else None
+        own = max((s for n, s in fast.items() if n in OURS), default=None)
+        best = max((s for n, s in fast.items() if n not in OURS), default=None)
+        ratio = own / best if own and best else None
+        share = own / hardware.peak(gpu, record["dtype"]) if own and gpu else None
         lines.append([f"d={case.d}，N={case.N}", *map(cell, names), ratio and f"{ratio:.2f}", share and f"{share:.0%}"])
     return markdown_table(lines, ["题目", *(PROVIDERS[n].title for n in names), "本书 / 最快", "本书 / 峰值"])
 
@@ -336,7 +340,7 @@ def missing(record: dict[str, Any]) -> str:
     lines = [[PROVIDERS[p].title if p in PROVIDERS else p, status, n, reason] for (p, status, reason), n in lost.items()]
     return markdown_table(lines, ["实现", "状态", "题数", "原因"], "llrl") if lines else ""
 
-# %% ../nbs/k_bench.ipynb #56a67abf
+# %% ../nbs/k_bench.ipynb #f016dbbe
 def chart(record: dict[str, Any]) -> Any:
     """八格图：前向与反向、因果与否、两种头维度；竖线是四分位数。
 
@@ -357,7 +361,7 @@ def chart(record: dict[str, Any]) -> Any:
             bars = [[t - w / r["q3"] for t, w, r in zip(y, work, rows)], [w / r["q1"] - t for t, w, r in zip(y, work, rows)]]
             if rows:
                 drawn[provider.title] = ax.errorbar(x, y, bars, color=f"C{i}", marker="o", ms=3, capsize=2,
-                                                    lw=2.4 if name == OURS else 1.3)
+                                                    lw=2.4 if name in OURS else 1.3)
         ax.set(title=f"{'反向' if backward else '前向'}，{'因果' if causal else '无掩码'}，d={d}", ylabel="TFLOP/s", ylim=(0, None))
         ax.set_xscale("log", base=2)
     for ax in axes[-1]:

@@ -5,8 +5,8 @@ __all__ = ['CANDIDATES', 'SLOW', 'plan', 'candidates', 'tune', 'attention_forwar
            'attention_varlen', 'attention_paged_forward', 'attention_paged', 'merge_partials',
            'scaled_dot_product_attention', 'register_transformers', 'rounding_model', 'error_share', 'gpu_cases']
 
-# %% ../nbs/i_ops.ipynb #21698295
-import functools, math, warnings
+# %% ../nbs/i_ops.ipynb #eed2dbc1
+import functools, importlib, math, warnings
 from typing import Callable, Iterator
 import torch
 import torch.nn.functional as F
@@ -341,6 +341,14 @@ def _mind_size(device, scores) -> None:
     if device.type == "cpu" and not torch.compiler.is_compiling() and scores > SLOW:
         _notice()
 
+# %% ../nbs/i_ops.ipynb #754fa554
+_NEWER = ("flash3", "flash4")                         # 只用于一代卡的内核
+
+
+def _newer(backend: str) -> Callable:
+    """用到时才导入：别的版本的 Triton 不必认识它们的 Gluon。The kernel's public function, imported on use."""
+    return getattr(importlib.import_module(f"attn_book.{backend}"), backend)
+
 # %% ../nbs/i_ops.ipynb #b86d9478
 class _Oracle(torch.autograd.Function):
     """backend="oracle"：float64 的稠密计算。Dense float64 attention with the oracle's gradients."""
@@ -372,7 +380,7 @@ def _dense(q, k, v, bias, slopes, scale, left, right, softcap) -> tuple[Tensor, 
         bias = line if bias is None else bias + line
     return _Oracle.apply(q, k, v, bias, dict(scale=scale, window=(left, right), softcap=softcap, mask=mask))
 
-# %% ../nbs/i_ops.ipynb #e9048f8d
+# %% ../nbs/i_ops.ipynb #21e90bf8
 def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None,
               window: tuple[int, int] | None = None, softcap: float | None = None, bias: Tensor | None = None,
               alibi: Tensor | None = None, dropout_p: float = 0.0, return_lse: bool = False,
@@ -390,7 +398,10 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: f
     bias: broadcasts to (B, H, Lq, Lk); floating: added (-inf hides, and so does anything
     below -2.3e38), bool: True = visible. Its gradient needs B*H*Lq*Lk fp32 numbers. alibi: slopes (H,) or (B, H); adds -slope |i + Lk - Lq - j|, no gradient.
     dropout_p in [0, 1): drops elements of P after the softmax, seeded by torch's generator of the device.
-    backend: "auto", "flash2", or "oracle" (dense, float64, no dropout; O(Lq*Lk) memory).
+    backend: "auto" and "flash2": the FlashAttention-2 kernels, which run on every card. "flash3" (Hopper) and "flash4"
+    (Blackwell): the kernels of those chapters, for fp16 and bf16 without window, softcap, bias, alibi and dropout,
+    not under torch.compile, and a NaN in v may reach rows of its block that do not see it. "oracle": dense, float64,
+    no dropout; O(Lq*Lk) memory.
     Returns o (B, H, Lq, Dv) in q's dtype, with return_lse also lse (B, H, Lq), fp32, natural logarithm, of the undropped
     scores. A query that sees no key: o = 0, lse = -inf. Values of hidden keys and of queries hidden from all keys never
     matter, be they NaN, neither forward nor backward; a NaN that is seen makes the rows of o that see it NaN (all or part
@@ -404,14 +415,20 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: f
     scale, softcap = _factors(where, scale, softcap, D)
     dropout_p = _number(where, "dropout_p", dropout_p, 0, 1)
     _flag(where, "return_lse", return_lse)
-    if backend not in ("auto", "flash2", "oracle") or backend == "oracle" and dropout_p > 0:
-        raise ValueError(f"{where}: argument backend: expected 'auto', 'flash2' or (without dropout) 'oracle', got {backend!r}")
+    if backend not in ("auto", "flash2", "oracle", *_NEWER):
+        raise ValueError(f"{where}: argument backend: expected 'auto', 'flash2', 'flash3', 'flash4' or 'oracle', got {backend!r}")
     slopes = _slopes(where, alibi, B, H, q.device)
     if bias is not None:
         oracle.check_broadcast("bias", bias, (B, H, Lq, Lk), where=where, dtypes=(torch.bool, *_DTYPES))
         oracle.check_tensor("bias", bias, where=where, dtypes=(bias.dtype,), device=q.device)
         bias = bias[(None,) * (4 - bias.dim())]
     _refuse_tangents(where, q, k, v, bias)
+    given = dict(window=window, softcap=softcap, bias=bias, alibi=alibi, dropout_p=dropout_p or None)
+    for name in () if backend in ("auto", "flash2") else ("dropout_p",) if backend == "oracle" else given:
+        if given[name] is not None:
+            raise ValueError(f"{where}: argument {name}: expected none with backend={backend!r}, got {name} as well")
+    if backend in _NEWER:
+        return _newer(backend)(q, k, v, causal=causal, scale=scale, return_lse=return_lse)
     if backend == "oracle":
         o, lse = _dense(q, k, v, bias, slopes, scale, left, right, softcap)
     else:

@@ -62,37 +62,45 @@ def test_rounds_are_interleaved_and_contexts_are_entered():
     assert timed == ["a", "b"] * (ROUNDS + 1)                          # 预热各一段，然后 ROUNDS 圈
 
 
-# nbs/k_bench.ipynb 单元 5c1206c6
+# nbs/k_bench.ipynb 单元 391e642d
 @pytest.mark.parametrize("causal, backward", list(itertools.product((False, True), (False, True))))
 def test_every_provider_is_right_or_says_why(causal, backward):
     rows = rows_of(tiny(causal=causal, backward=backward), PROVIDERS)
     assert set(rows) == set(PROVIDERS)
-    for name in (OURS, "sdpa_flash"):
+    for name in (OURS[0], "sdpa_flash"):
         r = rows[name]
         assert r["status"] == "measured" and r["n"] == 3 * ROUNDS and 0 < r["q1"] <= r["median"] <= r["q3"] and r["host"] > 0
         assert set(r["errors"]) == ({"o", "dq", "dk", "dv"} if backward else {"o"})
-    for name in set(PROVIDERS) - {OURS, "sdpa_flash"}:
+    for name in set(PROVIDERS) - {OURS[0], "sdpa_flash"}:
         assert rows[name]["status"] == "unavailable" and rows[name]["reason"] and "median" not in rows[name]
     assert "flash_attn_interface" in rows["flash_attn_3"]["reason"]
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_our_hopper_kernel_is_right_where_it_can_run(backward):
+    r = rows_of(Case(1, 1, 64, 64, True, backward), {OURS[1]: PROVIDERS[OURS[1]]})[OURS[1]]
+    assert r["status"] == "measured", r
 
 def test_official_packages_get_token_major_tensors(monkeypatch):
     import sys, types
     def flash_attn_func(q, k, v, causal):
         c = tiny()
         assert q.shape == (c.B, c.N, c.H, c.d) and all(x.is_contiguous() for x in (q, k, v))
-        return bench._ours(*(x.transpose(1, 2) for x in (q, k, v)), causal).transpose(1, 2), None
+        return PROVIDERS[OURS[0]].call(*(x.transpose(1, 2) for x in (q, k, v)), causal).transpose(1, 2), None
     module = types.ModuleType("flash_attn_interface")
     module.flash_attn_func = flash_attn_func
     monkeypatch.setitem(sys.modules, "flash_attn_interface", module)
     r = rows_of(tiny(), {"flash_attn_3": PROVIDERS["flash_attn_3"]})["flash_attn_3"]
     assert r["status"] == "measured", r
 
+def ours(q, k, v, causal):
+    return PROVIDERS[OURS[0]].call(q, k, v, causal)
+
 @pytest.mark.parametrize("spoil", [
-    lambda q, k, v, causal: bench._ours(q, k, v, not causal),
-    lambda q, k, v, causal: bench._ours(q, k, v, causal) * 1.01,
-    lambda q, k, v, causal: bench._ours(q, k.roll(1, 1), v, causal),
-    lambda q, k, v, causal: bench._ours(q, k.detach(), v, causal) + 0 * k,
-    lambda q, k, v, causal: torch.cat([bench._ours(q, k, v, causal)[:1] / 0, bench._ours(q, k, v, causal)[1:]]),
+    lambda q, k, v, causal: ours(q, k, v, not causal),
+    lambda q, k, v, causal: ours(q, k, v, causal) * 1.01,
+    lambda q, k, v, causal: ours(q, k.roll(1, 1), v, causal),
+    lambda q, k, v, causal: ours(q, k.detach(), v, causal) + 0 * k,
+    lambda q, k, v, causal: torch.cat([ours(q, k, v, causal)[:1] / 0, ours(q, k, v, causal)[1:]]),
 ])
 def test_a_wrong_kernel_is_not_timed(spoil):
     r = rows_of(tiny(), {"bad": Provider("坏的", spoil)})["bad"]
@@ -102,7 +110,7 @@ def test_without_a_reference_nothing_is_timed(monkeypatch):
     def no_memory(*a):
         raise torch.OutOfMemoryError("CUDA out of memory")
     monkeypatch.setattr(bench, "reference", no_memory)
-    r = rows_of(tiny(), {OURS: PROVIDERS[OURS]})[OURS]
+    r = rows_of(tiny(), {OURS[0]: PROVIDERS[OURS[0]]})[OURS[0]]
     assert r["status"] == "unchecked" and "out of memory" in r["reason"]
 
 
@@ -131,10 +139,10 @@ def test_little_time_is_shared(monkeypatch):
     assert asked[0] == pytest.approx(6 / 48 / 3 / 2) and asked[-1] == 0.5
 
 
-# nbs/k_bench.ipynb 单元 6442f684
+# nbs/k_bench.ipynb 单元 266bdee0
 def fixture_record():
     "编出来的结果：每家的时间是约定好的倍数，只为检验表和图。"
-    times = {OURS: 1.0, "sdpa_flash": 0.8, "sdpa_cudnn": 2.0}
+    times = {OURS[0]: 1.0, OURS[1]: 2.0, "sdpa_flash": 0.8, "sdpa_cudnn": 2.0}
     rows = []
     for c in cases(lengths=(512, 1024), dims=(64,)):
         t = flops(c) / 100e12                                          # 本书恰好 100 TFLOP/s
@@ -166,7 +174,7 @@ def test_table_and_origin():
     assert "10%" in table(known, causal=True, backward=False).splitlines()[2].split("|")[-2]
 
 def test_competitors_are_named():
-    assert set(competitors()) == {"cudnn", "flash_attn", "flash_attn_interface"}
+    assert set(competitors()) == {"cudnn", "flash_attn", "flash_attn_interface", "flash_attn_4"}
     assert competitors()["flash_attn_interface"] is None or competitors()["flash_attn_interface"][0].isdigit()
 
 def test_chart_draws_what_was_measured():
@@ -175,7 +183,7 @@ def test_chart_draws_what_was_measured():
     setup()
     fig = chart(fixture_record())
     axes = [ax for ax in fig.axes if ax.get_visible()]
-    assert len(axes) == 4 and all(len(ax.containers) == 3 for ax in axes)
+    assert len(axes) == 4 and all(len(ax.containers) == 4 for ax in axes)
     line = axes[0].containers[0].lines[0]
     assert line.get_xdata().tolist() == [512, 1024] and line.get_ydata() == pytest.approx([100, 100])
     plt.close(fig)
@@ -184,6 +192,6 @@ def test_chart_draws_what_was_measured():
 def test_on_the_gpu():
     todo = cases(tokens=2048, lengths=(512,), dims=(64,))
     rows = bench.run(todo, cuda_clock(), device="cuda", minutes=1, write=len)
-    ours = [r for r in rows if r["provider"] == OURS]
-    assert len(ours) == 4 and all(r["status"] == "measured" for r in ours), ours
+    own = [r for r in rows if r["provider"] == OURS[0]]
+    assert len(own) == 4 and all(r["status"] == "measured" for r in own), own
     assert not [r for r in rows if r["status"] == "wrong"]

@@ -685,7 +685,7 @@ def test_wrong_shapes_are_named_when_compiling():
         compiled(q, k, v[:, :, :3])
 
 
-# nbs/i_ops.ipynb 单元 fd2c3b80
+# nbs/i_ops.ipynb 单元 7e911f5d
 def test_autocast_casts_like_torch():
     q, k, v, do = given(1, 2, 2, 20, 20)
     expected = run(*(x.bfloat16() for x in (q, k, v, do)))
@@ -741,6 +741,19 @@ def test_meta_tensors_and_slow_inputs(monkeypatch):
     assert len(seen) == 1 and seen[0].filename == __file__ and "backend='oracle'" in str(seen[0].message)
 
 
+@pytest.mark.parametrize("backend", ["flash3"])
+def test_newer_kernels_are_the_same_function(backend):
+    q, k, v, do = given(1, 2, 1, 40, 70, 64, 64, torch.float16)
+    flags, one = dict(causal=True, scale=0.2), torch.ones(1, 2, 40)
+    results = run(q, k, v, do, one, backend=backend, **flags)
+    exact = *oracle.attention(q, k, v, **flags), *oracle.attention_backward(q, k, v, do, dlse=one, **flags)
+    plain = run(q, k, v, do, one, **flags)
+    for x, y, e in zip(results, plain, exact):                       # 与 flash2 一样准
+        oracle.assert_no_worse(x, e, float((y.double() - e).abs().max()))
+    with pytest.raises(TypeError, match="float32"):
+        attention(q.float(), k.float(), v.float(), backend=backend)
+
+
 def test_backend_oracle_is_the_same_function():
     q, k, v, do = given(1, 4, 2, 9, 12)
     flags = dict(causal=True, softcap=2.0, bias=torch.randn(4, 1, 12), alibi=torch.rand(4))
@@ -749,7 +762,7 @@ def test_backend_oracle_is_the_same_function():
     assert all((x - y).abs().max() < 1e-5 for x, y in zip(dense, run(q, k, v, do, torch.ones(1, 4, 9), **flags)))
 
 
-# nbs/i_ops.ipynb 单元 f1c8d12f
+# nbs/i_ops.ipynb 单元 bd25c4fb
 @pytest.mark.parametrize("change, error, name", [
     (dict(q=1), TypeError, "q"), (dict(q=torch.zeros(1, 2, 5, 16, dtype=torch.int32)), TypeError, "q"),
     (dict(k=torch.zeros(1, 2, 7, 8)), ValueError, "k"), (dict(k=torch.zeros(1, 3, 7, 16), v=torch.zeros(1, 3, 7, 16)), ValueError, "k"),
@@ -761,7 +774,9 @@ def test_backend_oracle_is_the_same_function():
     (dict(alibi=torch.zeros(3)), ValueError, "alibi"), (dict(alibi=torch.zeros(2, requires_grad=True)), ValueError, "alibi"),
     (dict(dropout_p=1.0), ValueError, "dropout_p"), (dict(dropout_p=True), TypeError, "dropout_p"),
     (dict(return_lse=None), TypeError, "return_lse"), (dict(backend="fast"), ValueError, "backend"),
-    (dict(backend="oracle", dropout_p=0.1), ValueError, "backend")])
+    (dict(backend="oracle", dropout_p=0.1), ValueError, "dropout_p"),
+    (dict(backend="flash3", window=(2, 2)), ValueError, "window"),
+    (dict(backend="flash4", alibi=torch.ones(2)), ValueError, "alibi")])
 def test_wrong_arguments_are_named(change, error, name):
     q, k, v, _ = given()
     with pytest.raises(error, match=f"attention: argument {name}: expected"):

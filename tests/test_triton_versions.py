@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 VERSIONS = ["3.6.0", "3.9.0"]      # 支持范围的两端；开发环境是两者之间的 3.7.1
-FILES = ["test_launch.py", "test_ledger.py", "test_aot.py"]
+FILES = ["test_launch.py", "test_ledger.py", "test_aot.py", "test_machine.py"]
 # 开发版本（3.7.1）上没有溢出，别的版本上已知的溢出指令条数；变多了要失败。Known spill instructions elsewhere.
 SPILLS = {("3.9.0", "flash3_dq"): 24}
 
