@@ -520,24 +520,25 @@ def test_rotation_refuses():
     assert hadamard(torch.zeros(0, 1, 4, 64), signs).shape == (0, 1, 4, 64)
 
 
-# nbs/05_flash3.ipynb 单元 448a47a3
-def fp8_kernel_case(shape, seed=0):
+# nbs/05_flash3.ipynb 单元 f210bab9
+def fp8_kernel_case(shape, seed=0, blocks=True):
     B, H, H_kv, Lq, Lk, D = shape
     n = 64 if D == 256 else 128
-    v = quantise(outliers(B, H_kv, Lk, D, seed=seed + 2), Lk)
+    size = 10.0 ** (torch.arange(Lk) // n % 3)[:, None]                       # 各块的 s_V 相差十倍、百倍
+    v = quantise(outliers(B, H_kv, Lk, D, seed=seed + 2) * size, n if blocks else Lk)
     return fp8_case(B, H, H_kv, Lq, Lk, D, D, 64, n, seed)[:2] + [v]
 
-@pytest.mark.parametrize("shape,causal", [
-    ((1, 1, 1, 64, 128, 64), False), ((1, 4, 2, 200, 333, 64), True), ((2, 1, 1, 130, 270, 128), True),
-    ((1, 2, 1, 100, 40, 128), True), ((1, 1, 1, 70, 150, 256), False)])
-def test_fp8_kernel_meets_the_oracle_and_the_emulation(shape, causal):
-    q, k, v = fp8_kernel_case(shape)
+@pytest.mark.parametrize("shape,causal,blocks", [
+    ((1, 1, 1, 64, 128, 64), False, True), ((1, 4, 2, 200, 333, 64), True, True), ((2, 1, 1, 130, 270, 128), True, False),
+    ((1, 2, 1, 100, 40, 128), True, True), ((1, 1, 1, 70, 150, 256), False, True)])
+def test_fp8_kernel_meets_the_oracle_and_the_emulation(shape, causal, blocks):
+    q, k, v = fp8_kernel_case(shape, blocks=blocks)
     exact = [dequantise(x) for x in (q, k, v)]
     want, want_lse = oracle.attention(*exact, causal=causal)
     steps = -(-shape[4] // k.block)
     bound, bound_lse = oracle.attention_bound(
         *exact, causal=causal, p_dtype=torch.float8_e4m3fn, out_dtype=torch.float16, p_scale=2.0**P_SHIFT,
-        steps=steps)
+        steps=steps, step_roundings=4)                                       # 多了求 s_V 之比、乘到 r 上
     for seed in range(3):
         o, lse = flash3_fp8(q, k, v, causal=causal, out_dtype=torch.float16, seed=seed)
         oracle.assert_within(o, want, bound)
@@ -789,7 +790,7 @@ def test_mutation_none_of_the_backward_is_never_flagged(kernel):
     assert {backward_verdict(kernel, seed=seed) for seed in range(8)} == {"没有报错"}
 
 
-# nbs/05_flash3.ipynb 单元 087a1309
+# nbs/05_flash3.ipynb 单元 2ccbe6ad
 _TARGET = "sm_90a"
 
 
@@ -807,6 +808,17 @@ def test_machine_code(D, dtype):
     assert r.ptx_count(r"cp\.async\.bulk\.tensor\.4d\.shared") and r.ptx_count("setmaxnreg") >= 3
     rows_per_thread, exps = 2, n * 64 // 128
     assert flash3_overlap(r) == [exps + rows_per_thread] * 4                   # 两个消费者，各两个循环
+
+
+@pytest.mark.parametrize("D", [64, 128, 256])
+def test_machine_code_of_fp8(D):
+    r, n = flash3_fp8_report(_TARGET, dict(D=D, CAUSAL=D != 128)), 64 if D == 256 else 128
+    parts = [p for p in flash3_partitions(r) if p["wgmma"]]
+    assert r.spills == 0 and r.fits and r.instructions["QGMMA"] == sum(p["wgmma"] for p in parts)
+    assert [p["wgmma"] for p in parts] == [3 * D // 32 + 3 * n // 32] * 2               # 一条的 K 是 32
+    assert flash3_overlap(r) == [n * 64 // 128 + 2] * 4                                 # 重叠没有被改没
+    softmax = [s.split("gsb0, 0x0")[0] for s in r.sass.split("gsb0, 0x1")[1:]]           # 等到 S 之后，等 P̃V 之前
+    assert len(softmax) == 4 and not any("LDG" in s for s in softmax)                   # 缩放已经取好了
 
 
 def test_switches_are_visible_in_machine_code():
