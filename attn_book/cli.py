@@ -5,8 +5,8 @@ __all__ = ['Case', 'modules', 'kernels_of', 'CliError', 'arg', 'command', 'parse
            'where', 'diagnosis', 'doctor', 'compile_kernel', 'cases', 'run_case', 'source_hash', 'result_path',
            'header', 'check', 'card_state', 'time_kernels']
 
-# %% ../nbs/g_cli.ipynb #af7a37ae
-import argparse, ast, difflib, hashlib, importlib, json, math, pkgutil, platform, shutil, subprocess, sys
+# %% ../nbs/g_cli.ipynb #a59473b4
+import argparse, ast, difflib, hashlib, importlib, json, math, os, pkgutil, platform, shutil, subprocess, sys
 from collections.abc import Callable, Iterator
 from datetime import datetime, timezone
 from pathlib import Path
@@ -29,7 +29,7 @@ def kernels_of(module: ModuleType) -> list[str]:
     """模块自己定义的内核。The kernels that a module defines itself, by name."""
     return [n for n, v in vars(module).items() if isinstance(v, JITFunction) and v.fn.__module__ == module.__name__]
 
-# %% ../nbs/g_cli.ipynb #d285c824
+# %% ../nbs/g_cli.ipynb #1026fecc
 _COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], str, list[tuple[tuple, dict]]]] = {}
 
 class CliError(Exception):
@@ -64,10 +64,15 @@ def main(argv: list[str] | None = None) -> int:
     Entry point: parse ``argv`` (default: the process's), run the subcommand, return its exit code."""
     args = parser().parse_args(argv)
     try:
-        return args.run(args)
+        code = args.run(args)
+        sys.stdout.flush()
+        return code
     except CliError as e:
         print(f"错误：{e}", file=sys.stderr)
         return 2
+    except BrokenPipeError:                          # 例如 attn-book doctor | head：读的一方先走了
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())       # 退出时的刷新不再报错
+        return 1
 
 # %% ../nbs/g_cli.ipynb #600c619d
 def _output(*argv: str) -> str | None:

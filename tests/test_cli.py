@@ -2,9 +2,10 @@
 from attn_book.cli import *
 import pytest
 
-# nbs/g_cli.ipynb 单元 11aadaff
+# nbs/g_cli.ipynb 单元 a4152760
 import json
 import math
+import subprocess
 import sys
 import types
 import pytest
@@ -73,7 +74,7 @@ def test_where_one_generation_only():
     assert {m["module"]: bool(m["kernels"]) for m in diagnosis()["modules"]}["flash3"]
 
 
-# nbs/g_cli.ipynb 单元 d93bbeff
+# nbs/g_cli.ipynb 单元 95e414ea
 def test_compile_text_json_and_files(capsys, tmp_path, registered):
     code, out, _ = run(capsys, "compile", "cli_double", "--arch", "sm_80")
     assert code == 0 and "sm_80" in out and "LDG" in out and "放得下" in out
@@ -111,6 +112,11 @@ def test_wrong_usage_exits_with_2(argv):
     with pytest.raises(SystemExit) as e:
         main(argv)
     assert e.value.code == 2
+
+def test_a_reader_who_leaves_early_is_no_error():
+    command = f"{sys.executable} -u -m attn_book doctor | head -1"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    assert done.stdout.startswith("attn_book") and "BrokenPipe" not in done.stderr, done.stderr
 
 
 # nbs/g_cli.ipynb 单元 a1f42f35
