@@ -294,7 +294,7 @@ def check(args: argparse.Namespace) -> int:
         print(f"结果写到 {path}")
     return int(failed > 0)
 
-# %% ../nbs/g_cli.ipynb #42f5c4ab
+# %% ../nbs/g_cli.ipynb #7b26685e
 def card_state() -> dict[str, float]:
     """此刻的时钟（MHz）、温度（℃）、功耗（W），nvidia-smi 说多少算多少。
     SM clock, temperature and power of the first card now; without what nvidia-smi can't tell."""
@@ -331,6 +331,6 @@ def time_kernels(args: argparse.Namespace) -> int:
         if path:
             bench.save(record | {"complete": done, "rows": rows}, path)
     rows = bench.run(todo, bench.cuda_clock(), device="cuda", minutes=args.minutes, write=write, state=card_state)
-    bad = [r for r in rows if r["status"] == "wrong" or r["provider"] == bench.OURS and r["status"] == "unavailable"]
+    bad = [r for r in rows if r["status"] == "wrong" or r["provider"] == bench.OURS[0] and r["status"] == "unavailable"]
     print(f"{gpus[0]['name']}：测了 {sum(r['status'] == 'measured' for r in rows)} 项，共 {len(rows)} 项" + (f"，写到 {path}" if path else ""))
     return int(bool(bad))

@@ -29,7 +29,7 @@ def merge_lse(x: tuple[Tensor, Tensor], y: tuple[Tensor, Tensor]) -> tuple[Tenso
     empty = l == 0                                            # 两份都空：L = −∞，梯度为 0
     return o, torch.where(empty, -torch.inf, m + torch.log(torch.where(empty, 1, l)))
 
-# %% ../nbs/04_flash2.ipynb #6821962a
+# %% ../nbs/04_flash2.ipynb #7972b746
 import functools, math
 from typing import Callable, Iterator
 import torch
@@ -39,6 +39,7 @@ from torch import Tensor
 from . import aot, oracle
 from .flash1 import dropout_keep
 from .launch import kernel
+from .schedule import varlen_plan
 
 # %% ../nbs/04_flash2.ipynb #f661812f
 @kernel
@@ -173,7 +174,7 @@ def page_offsets(b, j, ok, table_ptr, page, pages, stride_page, stride_n):
     number = tl.load(table_ptr + b * pages + j // page, mask=ok, other=0).to(tl.int64)
     return number * stride_page + j % page * stride_n
 
-# %% ../nbs/04_flash2.ipynb #618ee7ee
+# %% ../nbs/04_flash2.ipynb #9d29d840
 @kernel
 def flash2_forward_kernel(
         q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, bias_ptr, slope_ptr, seed_ptr, cu_q_ptr,
@@ -196,6 +197,8 @@ def flash2_forward_kernel(
     if RIGHT:
         tile = tiles - 1 - tile  # 因果：活多的行块先走
     b, h = bh // (H // PACK), bh % (H // PACK) * PACK
+    if VARLEN:
+        b = tl.load(table_ptr + b).to(tl.int64)  # 活多的序列先走
     q_begin, Lq = sequence(b, cu_q_ptr, Lq, VARLEN)
     k_begin, Lk = sequence(b, cu_k_ptr, Lk, VARLEN)
     if PAGED:
@@ -612,7 +615,7 @@ def flash2_merge_kernel(part_ptr, part_lse_ptr, o_ptr, lse_ptr, R, S, DV: tl.con
     store_tile(o_ptr, rows * DV, ok, acc / tl.where(l == 0.0, 1.0, l)[:, None], DV, BLOCK_DV)
     tl.store(lse_ptr + rows, m + tl.log(l), mask=ok)
 
-# %% ../nbs/04_flash2.ipynb #206051f0
+# %% ../nbs/04_flash2.ipynb #23a67c8a
 def flash2_forward(q: Tensor, k: Tensor, v: Tensor, *, scale: float, left: int = -1, right: int = -1,
                    softcap: float | None = None, bias: Tensor | None = None, slopes: Tensor | None = None,
                    dropout_p: float = 0.0, seed: Tensor | None = None, cu_q: Tensor | None = None, cu_k: Tensor | None = None,
@@ -637,10 +640,13 @@ def flash2_forward(q: Tensor, k: Tensor, v: Tensor, *, scale: float, left: int =
                      Lk if table is None else table.shape[1] * Lk)
     tiles = triton.cdiv(Lq * pack, config["BLOCK_M"])
     if B * H * T * tiles:
+        index = q if table is None else table
+        if packed:                                                                    # 活多的序列先走
+            index = varlen_plan(cu_q, cu_k, B_r=config["BLOCK_M"], B_c=config["BLOCK_N"], heads=H, D=D, Dv=Dv, itemsize=q.element_size()).order
         steps = (_named("q bhmd", q, packed) | _named("k bhnd", k, packed) | _named("v bhnd", v, packed)
                  | _named("o bhm", o, packed) | dict(stride_os=o.numel(), stride_ls=lse.numel(), stride_lb=lse.stride(0) * (not packed), stride_lh=T))
         flash2_forward_kernel[(tiles * splits * B * H // pack,)](
-            q, k, v, part, part_lse, **pointers, **scalars, **steps, **variant, **config, table_ptr=q if table is None else table,
+            q, k, v, part, part_lse, **pointers, **scalars, **steps, **variant, **config, table_ptr=index,
             tiles=tiles, page=k.shape[2], pages=0 if table is None else table.stride(0), D=D, DV=Dv, PAGED=table is not None,
             SPLITS=splits, PACK=pack, BLOCK_D=_width(D), BLOCK_DV=_width(Dv))
         if splits > 1:
@@ -1168,10 +1174,11 @@ def _register() -> None:
 
 _register()
 
-# %% ../nbs/04_flash2.ipynb #5f934191
+# %% ../nbs/04_flash2.ipynb #81054bc7
 #| code-fold: true
 import re
 from collections import Counter, deque
+from collections.abc import Collection
 
 _JUMP = re.compile(r"^(@\S+\s+)?(?:BRA|CALL)\S*\s+(.*)`\((\.L\w+)\)")
 _MMA = {"HMMA", "HGMMA", "UTCHMMA"}                                  # Ampere、Hopper、Blackwell 的张量核指令
@@ -1192,9 +1199,9 @@ def _flow(sass: str) -> tuple[list[str], list[list[int]]]:
     after = []
     for i, text in enumerate(code):
         jump = _JUMP.match(text)
-        falls = not (jump and not jump[1] and not jump[2].strip()) and not text.startswith(("EXIT", "RET"))
-        after.append([j for j in ([i + 1] if falls else []) + ([labels[jump[3]]] if jump and jump[3] in labels else [])
-                      if j < len(code)])
+        falls = not (jump and not jump[1] and not jump[2].strip()) and not text.startswith(("EXIT", "RET", "BRX"))
+        targets = re.findall(r"\.L\w+", text) if text.startswith("BRX") else [jump[3]] if jump else []
+        after.append([j for j in ([i + 1] if falls else []) + [labels[t] for t in targets if t in labels] if j < len(code)])
     return code, after
 
 
@@ -1209,14 +1216,15 @@ def _dominators(order: list[int], before: dict[int, list[int]]) -> dict[int, int
             changed, dom[i] = changed or new != dom[i], new
     return dom
 
-# %% ../nbs/04_flash2.ipynb #fa9916cb
+# %% ../nbs/04_flash2.ipynb #a32ebe87
 #| code-fold: true
-def main_loop(sass: str) -> list[str]:
+def main_loop(sass: str, wanted: Collection[str] = _MMA) -> list[str]:
     """主循环走一圈的指令：矩阵乘最多、其次最短的那条路。
 
-    Instructions of one turn of the main loop in a disassembly (aot.Report.sass): of the natural loops with the most
-    tensor core instructions the shortest path from head to back edge that issues them all, that is, the path of an
-    unmasked tile. Raises ValueError when no loop issues any.
+    Instructions of one turn of the main loop in a disassembly (aot.Report.sass): of the innermost natural loops with the
+    most tensor core instructions the shortest path from head to back edge that issues them all, that is, the path of an
+    unmasked tile. wanted: count these opcodes instead, to find the main loop of another partition of a warp-specialised
+    kernel. Raises ValueError when no loop issues any.
     """
     code, after = _flow(sass)
     post, seen, stack = [], {0}, [(0, iter(after[0]))]
@@ -1232,7 +1240,7 @@ def main_loop(sass: str) -> list[str]:
     for i in order:
         for j in after[i]:
             before[j].append(i)
-    dom, mma = _dominators(order, before), [_opcode(t) in _MMA for t in code]
+    dom, mma = _dominators(order, before), [_opcode(t) in wanted for t in code]
     back = {(i, j) for i in order for j in after[i] if dom[i] >> j & 1}
     turns = []
     for head in {j for _, j in back}:
@@ -1253,11 +1261,12 @@ def main_loop(sass: str) -> list[str]:
         while end is not None:
             path.append(end)
             end = best[end][2]
-        turns.append((-sum(mma[i] for i in path), len(path), len(body), [code[i] for i in reversed(path)]))
+        turns.append((-sum(mma[i] for i in path), len(path), body, [code[i] for i in reversed(path)]))
     turns = [t for t in turns if t[0] < 0]
+    turns = [t for t in turns if not any(u[2] < t[2] for u in turns)]          # 只要最里层的
     if not turns:
-        raise ValueError("main_loop: argument sass: expected a loop with tensor core instructions, got none")
-    return min(turns)[-1]
+        raise ValueError(f"main_loop: argument sass: expected a loop with {' or '.join(sorted(wanted))}, got none")
+    return min(turns, key=lambda t: (t[0], t[1], len(t[2])))[-1]
 
 # %% ../nbs/04_flash2.ipynb #d65143a0
 INSTRUCTION_CLASSES: dict[str, str] = {

@@ -1108,18 +1108,19 @@ def flash3_backward(do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Te
             kernel[(min(tasks, programs or sms),)](*args, **config, num_warps=4)
     return dq, dk, dv
 
-# %% ../nbs/05_flash3.ipynb #6d9e5a2a
+# %% ../nbs/05_flash3.ipynb #423cdcba
 _NREG = re.compile(r"USETMAXREG\.\S+\s+(?:UP\d+,\s*)?0x([0-9a-f]+)")
 _LINE = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;", re.M)
 
 
-def flash3_partitions(report: aot.Report) -> list[dict[str, int]]:
+def flash3_partitions(report: aot.Report, **names: tuple[str, ...]) -> list[dict[str, int]]:
     """由 SASS 分出各分区：寄存器限额、实际用到的最多、各种指令的条数。
 
     Partitions of a warp-specialised kernel in its disassembly: "limit" (setmaxnreg) and "used" registers per thread,
-    and the numbers of wgmma, TMA load, TMA store and ex2 instructions. Parts that do none of these are left out.
+    and the numbers of instructions that start with the given names (by default wgmma, TMA load, TMA store and ex2).
+    Parts that do none of these are left out.
     """
-    names = dict(wgmma=("HGMMA", "QGMMA"), load=("UTMALDG",), store=("UTMASTG",), exp=("MUFU.EX2",))
+    names = names or dict(wgmma=("HGMMA", "QGMMA"), load=("UTMALDG",), store=("UTMASTG",), exp=("MUFU.EX2",))
     empty, found = dict(limit=report.registers, used=0, **dict.fromkeys(names, 0)), []
     part = dict(empty)
     for text in _LINE.findall(report.sass):

@@ -341,13 +341,14 @@ def _mind_size(device, scores) -> None:
     if device.type == "cpu" and not torch.compiler.is_compiling() and scores > SLOW:
         _notice()
 
-# %% ../nbs/i_ops.ipynb #754fa554
+# %% ../nbs/i_ops.ipynb #ea777c3e
 _NEWER = ("flash3", "flash4")                         # 只用于一代卡的内核
 
 
 def _newer(backend: str) -> Callable:
-    """用到时才导入：别的版本的 Triton 不必认识它们的 Gluon。The kernel's public function, imported on use."""
-    return getattr(importlib.import_module(f"attn_book.{backend}"), backend)
+    """用到时才导入；反向要逐位可重复。The kernel's public function, imported on use, with a reproducible backward."""
+    found = getattr(importlib.import_module(f"attn_book.{backend}"), backend)
+    return functools.partial(found, deterministic=True) if backend == "flash4" else found
 
 # %% ../nbs/i_ops.ipynb #b86d9478
 class _Oracle(torch.autograd.Function):

@@ -171,7 +171,29 @@ def test_split_keys_and_packed_heads_equal_the_plain_launch():
             assert_within(x, y, b)
 
 
-# nbs/04_flash2.ipynb 单元 264bac72
+# nbs/04_flash2.ipynb 单元 118acc95
+def test_packed_sequences_start_with_the_longest(monkeypatch):
+    "长的先走；次序若不是排列（这里故意写成一个序列走两遍），结果就不对。"
+    from attn_book.ledger import ledger
+    from attn_book.schedule import varlen_plan
+    lengths, plans, patched = [40, 0, 100, 7, 100], [], "attn_book.flash2.varlen_plan"
+    cu = torch.tensor([0, 40, 40, 140, 147, 247], dtype=torch.int32)
+    q, k, v = (torch.randn(1, h, 247, 16) for h in (2, 1, 1))
+    monkeypatch.setattr(patched, lambda *a, **o: plans.append(varlen_plan(*a, **o)) or plans[-1])
+    run = lambda: flash2_forward(q, k, v, scale=0.25, right=0, cu_q=cu, cu_k=cu, max_q=100, max_k=100,
+                                 config=dict(BLOCK_M=32, BLOCK_N=32, num_warps=4, num_stages=2))
+    with ledger() as led: o, lse = run()
+    assert plans[0].order.tolist() == [2, 4, 0, 3, 1] and led.read["table_ptr"] == 4 * 4 * 5 * 2
+    assert led.written["o_ptr"] == o.nbytes and led.written["lse_ptr"] == lse.nbytes
+    for begin, n in zip(cu.tolist(), lengths):
+        alone = flash2_forward(*(x[:, :, begin:begin + n] for x in (q, k, v)), scale=0.25, right=0,
+                               config=dict(BLOCK_M=32, BLOCK_N=32, num_warps=4, num_stages=2))
+        assert torch.equal(o[:, :, begin:begin + n], alone[0]) and torch.equal(lse[:, :, begin:begin + n], alone[1])
+    plans[0].order[1] = 2
+    monkeypatch.setattr(patched, lambda *a, **o: plans[0])
+    assert not torch.equal(run()[0], o)
+
+
 @pytest.mark.parametrize("change, error, name", [
     (dict(q=torch.zeros(1, 2, 3)), ValueError, "q"), (dict(k=torch.zeros(1, 2, 5, 9)), ValueError, "k"),
     (dict(v=torch.zeros(1, 2, 6, 8)), ValueError, "v"), (dict(q=torch.zeros(1, 2, 4, 8).double()), TypeError, "q"),
@@ -480,7 +502,7 @@ def test_exp2_is_one_fma_and_one_mufu():
     assert capped.ptx_count(r"ex2\.approx") > 1.9 * 2 * per_thread
 
 
-# nbs/04_flash2.ipynb 单元 a6f99105
+# nbs/04_flash2.ipynb 单元 76d802c1
 import pytest
 
 def assembled(*lines):
@@ -504,6 +526,17 @@ def test_main_loop_takes_the_unmasked_path_of_the_loop_with_most_products():
 def test_main_loop_goes_where_the_products_are_issued():
     elect = [".L_x_1", "ELECT P3", "@!P3 BRA `(.L_x_3)", "UTCHMMA R4", ".L_x_3", "MUFU.EX2 R5", "@P2 BRA `(.L_x_1)"]
     assert main_loop(assembled(*elect, "EXIT")) == [x for x in elect if not x.startswith(".L")]
+
+def test_main_loop_of_a_partition_behind_an_indirect_jump():
+    softmax = [".L_x_5", "LDTM R2", "MUFU.EX2 R5", "MUFU.EX2 R6", "STTM R2", "@P2 BRA `(.L_x_5)", "EXIT"]
+    both = assembled('BRX R4 -0x960 (*"BRANCH_TARGETS .L_x_1,.L_x_5"*)', *LOOP, "EXIT", *softmax)
+    assert main_loop(both)[1] == "HMMA R4" and main_loop(both, {"MUFU"}) == softmax[1:-1]
+
+
+def test_main_loop_is_the_innermost():
+    outer = [".L_x_9", "HMMA R4", *LOOP, "HMMA R4", "@P5 BRA `(.L_x_9)"]                # 常驻的内核：外面还有一圈任务
+    assert main_loop(assembled(*outer, "EXIT")) == main_loop(assembled(*LOOP, "EXIT"))
+
 
 def test_main_loop_of_nothing():
     with pytest.raises(ValueError, match="main_loop: argument sass"):

@@ -90,6 +90,85 @@ def test_wrong_launches_are_refused():
     with pytest.raises(TypeError, match="dtype"): descriptor(torch.zeros(8, 8, dtype=torch.complex64), [8, 8])
 
 
+# nbs/j_machine.ipynb 单元 30bc6faa
+from fractions import Fraction
+
+def _exactly_rounded(value, down):
+    "有理数 → fp32 的最近偶数或向下舍入，再把次正规数变成 0"
+    near = np.float32(float(value))                                   # 可能舍入了两次，下面在邻数里挑
+    around = [np.nextafter(near, np.float32(s)) for s in (-np.inf, np.inf)] + [near]
+    around = [x for x in around if np.isfinite(x)]
+    if down: return max((x for x in around if Fraction(float(x)) <= value))
+    return min(around, key=lambda x: (abs(Fraction(float(x)) - value), int(x.view(np.int32)) & 1))
+
+@gluon.jit
+def _packed_kernel(a_ptr, b_ptr, c_ptr, y_ptr, N: gl.constexpr, OP: gl.constexpr):
+    i = gl.arange(0, N, gl.BlockedLayout([2], [32], [4], [0]))
+    a, b, c = gl.load(a_ptr + i), gl.load(b_ptr + i), gl.load(c_ptr + i)
+    if OP == "add": y = add_f32x2(a, b)
+    elif OP == "add_rm": y = add_rm_f32x2(a, b)
+    elif OP == "sub": y = sub_f32x2(a, b)
+    elif OP == "mul": y = mul_f32x2(a, b)
+    else: y = fma_f32x2(a, b, c)
+    gl.store(y_ptr + i, y)
+
+_OPS = ("add", "add_rm", "sub", "mul", "fma")
+
+def _exact(op, a, b, c):
+    "用有理数算，没有舍入"
+    return {"add": a + b, "add_rm": a + b, "sub": a - b, "mul": a * b, "fma": a * b + c}[op]
+
+def _packed_result(op, *abc):
+    "在机器上算一次；标量扩成 256 个"
+    arrays = [np.array(np.broadcast_to(np.float32(x), 256)) for x in abc]
+    y = np.empty(256, np.float32)
+    run(_packed_kernel, (1,), (*arrays, y, 256, op))
+    return y
+
+@pytest.mark.parametrize("op", _OPS)
+def test_packed_instructions_round_once(op):
+    rng = np.random.default_rng(0)
+    wide = lambda: (rng.standard_normal(256) * 2.0 ** rng.integers(-40, 40, 256)).astype(np.float32)
+    a, b, c = wide(), wide(), wide()
+    tie = 1 + 2.0**-12                      # (1+2⁻¹²)² = 1 + 2⁻¹¹ + 2⁻²⁴，恰在两个 fp32 的正中
+    a[:3], b[:3], c[:3] = tie, tie, (2.0**-60, -(2.0**-60), 0)
+    exact = [_exact(op, *(Fraction(float(v)) for v in t)) for t in zip(a, b, c)]
+    want = np.array([_exactly_rounded(x, op == "add_rm") for x in exact], np.float32)
+    assert np.array_equal(_packed_result(op, a, b, c), want)
+
+def test_rounding_twice_would_differ():
+    tie, bit = np.float64(1 + 2.0**-12), 2.0**-60
+    assert _packed_result("fma", tie, tie, bit)[0] > np.float32(tie * tie + bit)
+
+def test_packed_instructions_flush_and_keep_specials():
+    value = lambda op, *abc: _packed_result(op, *abc, *[0.0] * (3 - len(abc)))[0]
+    assert value("add_rm", -(2.0**-130), 4) == 4 and value("add_rm", -(2.0**-120), 4) == np.nextafter(np.float32(4), 0)
+    zero = value("mul", -(2.0**-70), 2.0**-70)
+    assert zero == 0 and np.signbit(zero)
+    assert value("add_rm", -np.inf, 1) == -np.inf and np.isnan(value("add", np.inf, -np.inf))
+
+@gluon.jit
+def _some_asm(x_ptr, ASM: gl.constexpr, PACK: gl.constexpr):
+    i = gl.arange(0, 256, gl.BlockedLayout([2], [32], [4], [0]))
+    gl.inline_asm_elementwise(ASM, "=r,r", [gl.load(x_ptr + i)], gl.float32, True, PACK)
+
+@gluon.jit
+def _packed_half(x_ptr):
+    x = gl.load(x_ptr + gl.arange(0, 256, gl.BlockedLayout([2], [32], [4], [0])))
+    mul_f32x2(x, x)
+
+def test_unknown_assembly_is_refused():
+    x = torch.zeros(256)
+    with pytest.raises(NotImplementedError, match="rsqrt"): run(_some_asm, (1,), (x, "rsqrt.approx.f32 $0, $1;", 1))
+    with pytest.raises(TypeError, match="fp32"): run(_packed_half, (1,), (x.half(),))
+
+def test_packed_instructions_compile():
+    x = torch.zeros(256)
+    counts = {op: compile_report(_packed_kernel, (x, x, x, x, 256, op), target="sm_100a") for op in ("add_rm", "fma")}
+    assert counts["fma"].instructions["FFMA2"] == 1 and counts["add_rm"].instructions["FADD2"] == 1
+    assert "FADD2.FTZ.RM" in counts["add_rm"].sass
+
+
 # nbs/j_machine.ipynb 单元 1ce0b63b
 @gluon.jit
 def _writer(tile, x, ROW: gl.constexpr):
@@ -391,6 +470,108 @@ def test_two_blocks_multiply_together():
     assert _fault(pair_matmul, (1,), _pair((256 * 64 + 64 * 64) * 2)[3], num_ctas=2).kind == "wrong-bytes"
 
 
+# nbs/j_machine.ipynb 单元 4c129466
+@gluon.jit
+def in_turn(turn_ptr, y_ptr, ORDER: gl.constexpr, LATE: gl.constexpr, WAIT: gl.constexpr = "acquire",
+            PASS: gl.constexpr = "release"):
+    i = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
+    me, n = gl.program_id(0), gl.num_programs(0)
+    if ORDER != 0:
+        turn = me if ORDER == 1 else n - 1 - me
+        while gl.atomic_add(turn_ptr, 0, sem=WAIT) != turn:
+            pass
+    if LATE:
+        gl.atomic_add(y_ptr + i, 1.0 / (me + 3) + gl.zeros([32], gl.float32, i.type.layout), sem="relaxed")
+        gl.atomic_add(turn_ptr, 1, sem=PASS)
+    else:
+        gl.atomic_add(turn_ptr, 1, sem=PASS)
+        gl.atomic_add(y_ptr + i, 1.0 / (me + 3) + gl.zeros([32], gl.float32, i.type.layout), sem="relaxed")
+
+def _turns(order, late=True, n=6, resident=6, seeds=12, **sem):
+    runs, sums = [], set()
+    for seed in range(seeds):
+        turn, y = torch.zeros(1, dtype=torch.int32), torch.zeros(32)
+        runs.append(run(in_turn, (n,), (turn, y, order, late), sem, seed=seed, resident=resident))
+        assert turn.item() == n and torch.allclose(y, torch.tensor(sum(1 / (k + 3) for k in range(n))))
+        sums.add(y[0].item())
+    return {r.unordered for r in runs}, len(sums)
+
+def test_semaphores_order_the_programs():
+    assert _turns(1) == ({0}, 1) and _turns(-1) == ({0}, 1)
+    unordered, results = _turns(0)
+    assert min(unordered) > 0 and results > 1
+    for wrong in (dict(late=False), dict(WAIT="relaxed"), dict(PASS="relaxed")):   # 先放行，或者不带先后关系
+        assert min(_turns(1, **wrong)[0]) > 0
+
+def test_residents_enter_in_order():
+    assert _turns(1, resident=2) == ({0}, 1)
+    f = _fault(in_turn, (6,), (torch.zeros(1, dtype=torch.int32), torch.zeros(32), -1, True), resident=2)
+    assert f.kind == "deadlock" and "程序 1" in f.zh and "turn_ptr[0] 改变" in f.zh      # 5 号还没进来
+    with pytest.raises(ValueError, match="resident"): run(in_turn, (1,), (torch.zeros(1), torch.zeros(32), 0, True), resident=0)
+
+
+# nbs/j_machine.ipynb 单元 54d640ec
+@gluon.jit
+def add_boxes(o_desc, turn_ptr, ORDERED: gl.constexpr):
+    layout: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
+    tile = gl.allocate_shared_memory(gl.float32, [64, 32], o_desc.layout)
+    tile.store(gl.full([64, 32], 1.0, gl.float32, layout) / (gl.program_id(0) + 3))
+    fence_async_shared()
+    if ORDERED:
+        while gl.atomic_add(turn_ptr, 0, sem="acquire") != gl.program_id(0):
+            pass
+    tma_reduce_add(o_desc, [32, 0], tile)
+    tma.store_wait(0)
+    if ORDERED:
+        gl.atomic_add(turn_ptr, 1, sem="release")
+
+def _add_boxes(ordered, seed=0):
+    o = torch.zeros(80, 32)
+    r = run(add_boxes, (5,), (descriptor(o, [64, 32]), torch.zeros(1, dtype=torch.int32), ordered), seed=seed, resident=5)
+    assert not o[:32].any() and torch.allclose(o[32:], torch.tensor(sum(1 / (k + 3) for k in range(5))))
+    assert r.traffic["atomic"] == 5 * 48 * 32 * 4 + 4 * 5 * ordered and r.operations["TMA reduce"] == 5   # 伸出去的 16 行不算
+    return r
+
+def test_tma_adds():
+    assert _add_boxes(False).unordered == 4 * 48 * 32
+    assert _add_boxes(True).unordered == 4 * 48 * 32          # store_wait 只等到读完，放行仍然太早
+
+def test_tma_adds_compile():
+    o = torch.zeros(80, 32)
+    rep = compile_report(add_boxes, (descriptor(o, [64, 32]), torch.zeros(1, dtype=torch.int32), True), target="sm_100a")
+    assert rep.instructions["UTMAREDG"] > 0 and rep.ptx_count(r"(ld|atom)\.global\.gpu\.acquire") and rep.ptx_count(r"(red|atom)\.global\.gpu\.release")
+
+
+# nbs/j_machine.ipynb 单元 3a913512
+@gluon.jit
+def exchange(x_ptr, o_desc, ROWS: gl.constexpr):
+    i = gl.arange(0, 64, gl.SliceLayout(1, ROWS))
+    j = gl.arange(0, 64, gl.SliceLayout(0, ROWS))
+    tile = gl.allocate_shared_memory(gl.float16, [64, 64], o_desc.layout)
+    tile.store(gl.load(x_ptr + i[:, None] * 64 + j[None, :]))
+    fence_async_shared()
+    tma_store(o_desc, [0, 0], tile)
+    tma.store_wait(0)
+
+def _exchange(split):
+    x, o = torch.randn(64, 64).half(), torch.zeros(64, 64).half()
+    rows = gl.BlockedLayout([1, 64], [32, 1], [4, 1], [0, 1], [[1, 0]])
+    r = run(exchange, (1,), (x, descriptor(o, [64, 64], [split]), rows), num_ctas=2)
+    assert torch.equal(x, o)
+    return r.traffic
+
+@pytest.mark.skipif(not hasattr(mbarrier, "allocate_mbarrier"), reason="Triton 3.6 的布局没有 cga_layout")
+def test_traffic_of_a_pair():
+    whole = 64 * 64 * 2
+    assert _exchange([1, 0]) == dict(store=whole, tma_out=whole)
+    assert _exchange([0, 1]) == dict(store=whole, tma_out=whole, dsmem=whole // 2)
+    a, b, c, args = _pair()
+    t = run(pair_matmul, (1,), args, num_ctas=2).traffic
+    assert t == dict(tma_in=a.nbytes + b.nbytes, mma=a.nbytes + b.nbytes, store=c.nbytes, tma_out=c.nbytes)
+    wrong = (args[0], descriptor(b, [64, 64], [[1, 0]]), *args[2:])
+    with pytest.raises(TypeError, match="两个线程块"): run(pair_matmul, (1,), wrong, num_ctas=2)
+
+
 # nbs/j_machine.ipynb 单元 962de360
 @gluon.jit
 def _produce(q_desc, k_desc, v_desc, q, k, v, q_full, full, free, row, T_c, BLOCK_N: gl.constexpr, STAGES: gl.constexpr):
@@ -634,7 +815,7 @@ def test_correct_attention_has_one_class():
     assert wrong.complete and wrong.clean == 0 and wrong.faults
 
 
-# nbs/j_machine.ipynb 单元 893c621c
+# nbs/j_machine.ipynb 单元 1d2f9c11
 def test_cycles_of_documented_tiles():
     h, b = model("H100"), model("B200")
     f16 = lambda m, n, k: (2 * m * n * k, 0, gl.float16)
@@ -670,6 +851,17 @@ def test_partitions_share_a_unit_in_order_of_time():
     spans = run(two_burners, (1,), (4,), model=model("H100")).trace
     assert [s.who for s in spans] == ["_burn", "_burn#2"] * 4              # 谁的时刻早谁先走
     assert [s.start for s in spans] == [64 * k for k in range(8)]          # 1024 / 16 = 64 拍，一个接一个
+
+def test_programs_wait_for_a_place_and_for_each_other_in_modelled_time():
+    def ends(order, resident):
+        args = torch.zeros(1, dtype=torch.int32), torch.zeros(32), order, True
+        r = run(in_turn, (4,), args, model=model("H100"), resident=resident)
+        assert order == 0 or r.unordered == 0                              # 按时间调度，先后关系不变
+        return [(b.spans[0].start, b.spans[-1].end) for b in r.blocks]
+    free, two, chain = ends(0, 4), ends(0, 2), ends(1, 4)
+    assert len({start for start, _ in free}) == 1                          # 都有位置，一起开始
+    assert [start >= two[n - 2][1] > 0 for n, (start, _) in enumerate(two)][2:] == [True, True]
+    assert [e for _, e in chain] == sorted({e for _, e in chain})          # 按次序：一个比一个晚
 
 def test_more_buffers_do_not_hurt_and_svg_is_well_formed():
     from xml.dom.minidom import parseString

@@ -112,7 +112,7 @@ def test_import_and_call(python):
 import importlib, pkgutil, torch, attn_book
 assert "site-packages" in attn_book.__file__, attn_book.__file__
 for m in pkgutil.iter_modules(attn_book.__path__):
-    if m.name != "__main__": importlib.import_module("attn_book." + m.name)
+    if not m.name.startswith("_"): importlib.import_module("attn_book." + m.name)      # 下划线开头的：命令行入口，或者要附加包
 from attn_book.projection import project
 from attn_book.standard import standard_attention
 from attn_book import oracle
