@@ -107,18 +107,19 @@ def why_no_gpu() -> str:
         return f"有显卡，但装的是 CPU 版 torch {torch.__version__}"
     return f"有显卡，但驱动用不了 CUDA {torch.version.cuda} 的 torch：请升级驱动，或换一个 CUDA 版本低的 torch"
 
-# %% ../nbs/g_cli.ipynb #5d9082a3
+# %% ../nbs/g_cli.ipynb #4ca4f0d9
 def where(kernels: list[str], needs: tuple[int, int], card: dict[str, Any] | None, only: bool = False) -> tuple[str, str]:
     """模块在哪里运行（any、cpu、gpu），以及原因；only：只在那一代上运行。
     Where a module runs ("any", "cpu" or "gpu") and why, for the given card (None: no GPU); only: no later generation."""
     if not kernels:
         return "any", "没有内核，到处都一样"
+    how = "异步机器" if only else "解释器"            # 只属于一代卡的内核用 Gluon 写
     if card is None:
-        return "cpu", f"解释器；{why_no_gpu()}"
+        return "cpu", f"{how}；{why_no_gpu()}"
     if tuple(card["capability"]) < tuple(needs):
-        return "cpu", f"解释器；GPU 上要 sm_{needs[0]}{needs[1]} 以上，这张卡是 {card['arch']}"
+        return "cpu", f"{how}；GPU 上要 sm_{needs[0]}{needs[1]} 以上，这张卡是 {card['arch']}"
     if only and card["capability"][0] != needs[0]:
-        return "cpu", f"解释器；GPU 上只能在 sm_{needs[0]}{needs[1]}a 上运行，这张卡是 {card['arch']}"
+        return "cpu", f"{how}；GPU 上只能在 sm_{needs[0]}{needs[1]}a 上运行，这张卡是 {card['arch']}"
     return "gpu", f"CUDA 张量编译到 {card['arch']}；CPU 张量由解释器执行"
 
 def diagnosis() -> dict[str, Any]:

@@ -615,7 +615,7 @@ def flash2_merge_kernel(part_ptr, part_lse_ptr, o_ptr, lse_ptr, R, S, DV: tl.con
     store_tile(o_ptr, rows * DV, ok, acc / tl.where(l == 0.0, 1.0, l)[:, None], DV, BLOCK_DV)
     tl.store(lse_ptr + rows, m + tl.log(l), mask=ok)
 
-# %% ../nbs/04_flash2.ipynb #23a67c8a
+# %% ../nbs/04_flash2.ipynb #d5ad38eb
 def flash2_forward(q: Tensor, k: Tensor, v: Tensor, *, scale: float, left: int = -1, right: int = -1,
                    softcap: float | None = None, bias: Tensor | None = None, slopes: Tensor | None = None,
                    dropout_p: float = 0.0, seed: Tensor | None = None, cu_q: Tensor | None = None, cu_k: Tensor | None = None,
@@ -634,7 +634,7 @@ def flash2_forward(q: Tensor, k: Tensor, v: Tensor, *, scale: float, left: int =
                                                              dropout_p, seed, cu_q, cu_k, max_q, max_k)
     packed, D, Dv, T = cu_q is not None, q.shape[3], v.shape[3], q.shape[2]
     o = _outputs(packed, q, B, H, T, Dv, out_dtype or q.dtype)
-    lse = torch.full((1 if packed else B, H, T), -torch.inf, device=q.device)
+    lse = torch.full((1 if packed else B, H, T), -torch.inf, dtype=torch.float32, device=q.device)
     part, part_lse = (o, lse) if splits == 1 else (o.new_empty((splits, *o.shape), dtype=torch.float32), lse.new_empty((splits, *lse.shape)))
     config = _shrink(config or default_config("forward", D, Dv, q.dtype, _capability(q)), Lq * pack,
                      Lk if table is None else table.shape[1] * Lk)

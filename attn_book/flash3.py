@@ -383,7 +383,7 @@ def flash3_launch(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, *, sc
             Lq, Lk, H, H_kv, B * H)
     return args, config, 4 if consumers == 2 else 8, -(-Lq // 128) * B * H
 
-# %% ../nbs/05_flash3.ipynb #ebfc52dd
+# %% ../nbs/05_flash3.ipynb #1b742d02
 def flash3_forward(q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool = False, seed: int = 0,
                    programs: int | None = None, model: "machine.Model | None" = None,
                    kernel=None, **switches: int) -> tuple[Tensor, Tensor, "machine.Run | None"]:
@@ -394,7 +394,7 @@ def flash3_forward(q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: boo
     flash3_forward_kernel, for experiments; switches as in flash3_launch.
     """
     o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    lse = torch.full(q.shape[:3], -torch.inf, device=q.device)
+    lse = torch.full(q.shape[:3], -torch.inf, dtype=torch.float32, device=q.device)
     if not (lse.numel() and k.shape[2]):                           # 没有行，或者没有键
         return o.zero_(), lse, None
     if abs(scale) < 2.0 ** -126:                                   # c 要是正的正规数
@@ -413,7 +413,7 @@ def flash3_forward(q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: boo
         kernel[(min(tasks, programs or sms),)](*args, **config, num_warps=num_warps)
     return o, lse, None
 
-# %% ../nbs/05_flash3.ipynb #1ba8a4c3
+# %% ../nbs/05_flash3.ipynb #fc84cb43
 class _Flash3(torch.autograd.Function):
     """保存 q、k、v、o、L，不保存 P。Saves q, k, v, o and lse: memory linear in N."""
 
@@ -442,7 +442,8 @@ def flash3(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: floa
     once, also through lse. CPU tensors run on attn_book.machine, at most 2**22 scores
     B*H*Lq*Lk. Returns o (B,H,Lq,D) in q's dtype, with return_lse also lse (B,H,Lq), fp32, natural logarithm. A row
     that sees no key: o = 0, lse = -inf. With causal a NaN or inf in v also reaches rows of the same block that do
-    not see it, since 0 * NaN is NaN. Raises ValueError / TypeError naming the argument.
+    not see it, since 0 * NaN is NaN; in the backward a NaN or inf in any of q, k, v, do reaches the
+    gradients of all rows and keys of the blocks that hold it. Raises ValueError / TypeError naming the argument.
     """
     where = "flash3"
     B, H, _, Lq, Lk, D, Dv = oracle.check_qkv(q, k, v, where=where, dtypes=(torch.float16, torch.bfloat16))
@@ -569,7 +570,7 @@ def dequantise(x: Quantised) -> torch.Tensor:
     rows = x.scale.double().repeat_interleave(x.block, -1)[..., :x.codes.shape[2], None]
     return x.codes.double() * rows
 
-# %% ../nbs/05_flash3.ipynb #34f186c3
+# %% ../nbs/05_flash3.ipynb #95b8cf2c
 P_SHIFT = 8                            # P 乘 2^8 再转成 e4m3
 FP8_ACC = 2.0 ** -13                   # Hopper 的 FP8 张量核心：约 14 位的累加，截断
 
@@ -596,8 +597,8 @@ def attention_fp8(q: Quantised, k: Quantised, v: Quantised, *, block_n: int = 12
     heads = lambda x: x.repeat_interleave(H // H_kv, 1)
     s_q = q.scale.repeat_interleave(q.block, -1)[..., :Lq, None] * alpha
     seen = oracle.visible(Lq, Lk, causal=causal, device=dev)
-    m, l = torch.full((B, H, Lq, 1), -math.inf, device=dev), torch.zeros(B, H, Lq, 1, device=dev)
-    acc = torch.zeros(B, H, Lq, Dv, device=dev)
+    zeros = functools.partial(torch.zeros, dtype=torch.float32, device=dev)
+    m, l, acc = zeros(B, H, Lq, 1) - math.inf, zeros(B, H, Lq, 1), zeros(B, H, Lq, Dv)
     for j in range(0, Lk, block_n):
         s_k, s_v = (heads(x.scale[..., j // x.block])[..., None, None] for x in (k, v))
         s = q.codes.float() @ heads(k.codes[:, :, j:j + block_n]).float().mT * (s_q * s_k)
@@ -644,7 +645,7 @@ def rotate_quantise_kernel(x_ptr, sign_ptr, codes_ptr, scale_ptr, N, H,
     tl.store(codes_ptr + (bh * N + n[:, None]) * D + c[None, :], codes, mask=n[:, None] < N)
     tl.store(scale_ptr + bh * tl.num_programs(0) + tl.program_id(0), scale)
 
-# %% ../nbs/05_flash3.ipynb #81fb5b94
+# %% ../nbs/05_flash3.ipynb #969c3485
 def _rotation(where: str, x: torch.Tensor, signs: torch.Tensor, block: int) -> tuple[tuple, tuple, dict]:
     "检查实参；(网格, 步幅等实参, 编译期常数)。Checked launch of the two kernels."
     oracle.check_tensor("x", x, where=where, shape=("B", "H", "N", "d"),
@@ -679,7 +680,7 @@ def rotate_quantise(x: torch.Tensor, signs: torch.Tensor, block: int = 128) -> Q
     """
     grid, rest, fixed = _rotation("rotate_quantise", x, signs, block)
     codes = torch.empty(x.shape, dtype=_E4M3, device=x.device)
-    scale = torch.empty(*x.shape[:2], grid[0], device=x.device)
+    scale = torch.empty(*x.shape[:2], grid[0], dtype=torch.float32, device=x.device)
     if codes.numel(): rotate_quantise_kernel[grid](x, signs.contiguous(), codes, scale, *rest, **fixed)
     return Quantised(codes, scale, block)
 
@@ -688,7 +689,7 @@ aot.register("fa3_hadamard", hadamard_kernel, num_warps=8,
              signature=dict(x_ptr="*fp16", sign_ptr="*fp32", y_ptr="*fp16", N="i32", H="i32", **_STRIDES),
              constexprs=dict(BLOCK=32, D=128, LOG=7))
 
-# %% ../nbs/05_flash3.ipynb #0ba19110
+# %% ../nbs/05_flash3.ipynb #5a6b35f2
 def flash3_fp8_launch(q: Quantised, k: Quantised, v: Quantised, o: Tensor, lse: Tensor, *, scale: float,
                       causal: bool) -> tuple[tuple, dict, int]:
     """FP8 前向的 (实参, 编译期常数, 任务数)：运行与编译共用。
@@ -730,7 +731,7 @@ def flash3_fp8(q: Quantised, k: Quantised, v: Quantised, *, causal: bool = False
         raise ValueError(f"{where}: argument q: expected a Hopper card or CPU tensors, "
                          f"got {torch.cuda.get_device_name(q.codes.device)}")
     o = torch.zeros(B, H, Lq, D, dtype=out_dtype, device=q.codes.device)
-    lse = torch.full((B, H, Lq), -math.inf, device=q.codes.device)
+    lse = torch.full((B, H, Lq), -math.inf, dtype=torch.float32, device=q.codes.device)
     alpha = oracle.check_scale(scale, D, where=where)
     if not alpha > 0: raise ValueError(f"{where}: argument scale: expected a positive number, got {scale}")
     if not (o.numel() and Lk): return o, lse
@@ -742,7 +743,7 @@ def flash3_fp8(q: Quantised, k: Quantised, v: Quantised, *, causal: bool = False
     else: machine.run(flash3_forward_kernel, min(tasks, 4), args, config, seed=seed)
     return o, lse
 
-# %% ../nbs/05_flash3.ipynb #7ed7330a
+# %% ../nbs/05_flash3.ipynb #73092a47
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from .flash2 import flash2_delta_kernel
 
@@ -759,7 +760,7 @@ def flash3_row_stats(do: Tensor, dlse: Tensor | None, o: Tensor, lse: Tensor) ->
         o, do, grad, delta, o, Lq, H, tiles, *o.stride()[:3], *do.stride(), *lse.stride()[:2], *grad.stride(),
         DV=D, DLSE=dlse is not None, VARLEN=False, BLOCK_M=64, BLOCK_DV=D)
     rows = -(-Lq // 128) * 128
-    stats = torch.zeros((B, H, 2, rows), device=o.device)
+    stats = torch.zeros((B, H, 2, rows), dtype=torch.float32, device=o.device)
     stats[:, :, 0] = torch.inf
     stats[:, :, 0, :Lq] = torch.where(lse == -torch.inf, torch.inf, lse * math.log2(math.e))
     stats[:, :, 1, :Lq] = delta

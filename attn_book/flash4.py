@@ -15,7 +15,7 @@ __all__ = ['MIN_CAPABILITY', 'ONE_GENERATION', 'HEAD_DIMS', 'EMULATE', 'TAU', 'C
            'flash4_backward_traffic', 'flash4_backward_report', 'flash4_backward_roles', 'flash4_backward_guards',
            'flash4_cute_report', 'flash4_cute', 'flash4_cute_gpu_cases']
 
-# %% ../nbs/06_flash4.ipynb #c44421bf
+# %% ../nbs/06_flash4.ipynb #d0dedfb7
 import functools, math, re
 from typing import Callable, Iterator
 import torch
@@ -23,7 +23,8 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.blackwell import (
-    TensorMemoryLayout, allocate_tensor_memory, fence_async_shared, mbarrier, tcgen05_commit, tcgen05_mma, tma)
+    TensorMemoryLayout, allocate_tensor_memory, fence_async_shared, mbarrier,
+    tcgen05_commit, tcgen05_mma, tma)
 from . import aot, machine, oracle
 from .machine import add_rm_f32x2, fma_f32x2, sub_f32x2
 from .machine import tma_load, tma_store, tmem_reg_layout
@@ -183,7 +184,7 @@ def flash4_multiply(rings, tmem, bars, sizes, CAUSAL: gl.constexpr):
         n += blocks
         r += 1
 
-# %% ../nbs/06_flash4.ipynb #2e5b6b9b
+# %% ../nbs/06_flash4.ipynb #0a2e6d6b
 @gluon.jit
 def flash4_larger(a, b):
     """较大的一个；有 NaN 就是 NaN。The larger of two, or NaN."""
@@ -204,7 +205,7 @@ def flash4_mask(s, row, col, sizes, CAUSAL: gl.constexpr):
 
 @gluon.jit
 def flash4_reference(s, m, c, TAU: gl.constexpr):
-    """新的参考值与旧状态的系数 (m, a)，式 (fa4-rule)。Conditional rescaling: keep m while δ >= -TAU."""
+    """新的基准与旧状态的系数 (m, a)，式 (fa4-rule)。Conditional rescaling: keep m while δ >= -TAU."""
     top = flash4_larger(m, gl.reduce(s, 1, flash4_larger))
     keep = top * c <= m * c + TAU
     a = gl.where(keep, 1.0, gl.exp2((m - top) * c))
@@ -241,7 +242,7 @@ def flash4_receive(s, X: gl.constexpr, bar, n, rows: gl.constexpr):
     mbarrier.wait(bar, n & 1)
     return flash4_read(s, X, rows)
 
-# %% ../nbs/06_flash4.ipynb #fa7e5949
+# %% ../nbs/06_flash4.ipynb #d4ccf4e7
 @gluon.jit
 def flash4_exp2(x, EMULATE: gl.constexpr):
     """2^x；每 16 列有 EMULATE 列用多项式。2**x with EMULATE of 16 columns by flash4_exp2_fma, the rest by MUFU."""
@@ -269,7 +270,7 @@ def flash4_piece(x, p, START: gl.constexpr, l, EMULATE: gl.constexpr):
 
 @gluon.jit
 def flash4_probabilities(s, p, m, l, c, sent, n, s_full, p_ready, p_rest, MASK: gl.constexpr, EMULATE: gl.constexpr):
-    """P = 2^(cS − cm)，分三段交出；返回加上了各行之和的 ℓ。P in pieces of 64, 32 and 32 columns."""
+    """P = 2^(cS − cm)，分三段写；返回加上了各行之和的 ℓ。P in pieces of 64, 32 and 32 columns."""
     M: gl.constexpr = s.shape[0]
     pivot = gl.fma(sent, 0.0, m * c)                                           # 就是 mc；先发出 a，再算指数
     if MASK:
@@ -440,9 +441,9 @@ def flash4_forward_kernel(
         (flash4_produce, ((q_desc, k_desc, v_desc), rings, sizes, CAUSAL)),
     ], [4, 4, 1, 1], [192, 192, 32, 32])
 
-# %% ../nbs/06_flash4.ipynb #0c9a6240
+# %% ../nbs/06_flash4.ipynb #5794cc6c
 MIN_CAPABILITY = (10, 0)
-ONE_GENERATION = True                    # tcgen05 只有 sm_100 一代有
+ONE_GENERATION = True                    # 只为 10.x 的卡编译
 HEAD_DIMS = (64, 128)
 EMULATE, TAU = 4, 8.0                    # 每 16 列 4 列用多项式（前四分之三）；log2 下的阈值
 _STAGES = {64: 6, 128: 3}
@@ -475,7 +476,7 @@ def flash4_forward(q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: boo
     flash4_forward_kernel, for experiments; switches as in flash4_launch.
     """
     o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    lse = torch.full(q.shape[:3], -torch.inf, device=q.device)
+    lse = torch.full(q.shape[:3], -torch.inf, dtype=torch.float32, device=q.device)
     if not (lse.numel() and k.shape[2]):                           # 没有行，或者没有键
         return o.zero_(), lse, None
     if abs(scale) < 2.0 ** -126:                                   # c 要是正的正规数
@@ -492,7 +493,7 @@ def flash4_forward(q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: boo
         kernel[(min(tasks, programs or sms),)](*args, **config, num_warps=4)
     return o, lse, None
 
-# %% ../nbs/06_flash4.ipynb #ce80a811
+# %% ../nbs/06_flash4.ipynb #af176e3a
 CPU_SCORES = 2 ** 22                      # CPU 上由异步机器执行，再大就太慢
 
 
@@ -525,7 +526,8 @@ def flash4(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: floa
     once, also through lse; dQ is bit-for-bit reproducible with deterministic=True (slower), the rest always. CPU tensors run on attn_book.machine, at most 2**22 scores
     B*H*Lq*Lk. Returns o (B,H,Lq,D) in q's dtype, with return_lse also lse (B,H,Lq), fp32, natural logarithm. A row
     that sees no key: o = 0, lse = -inf. With causal a NaN or inf in v also reaches rows of the same block that do
-    not see it, since 0 * NaN is NaN. Raises ValueError / TypeError naming the argument.
+    not see it, since 0 * NaN is NaN. In the backward a NaN or inf in any of q, k, v, do reaches the
+    gradients of all rows and keys of the blocks that hold it, seen or not. Raises ValueError / TypeError naming the argument.
     """
     where = "flash4"
     B, H, _, Lq, Lk, D, Dv = oracle.check_qkv(q, k, v, where=where, dtypes=(torch.float16, torch.bfloat16))
@@ -537,8 +539,8 @@ def flash4(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: floa
         if not isinstance(flag, bool):
             raise TypeError(f"{where}: argument {name}: expected a bool, got {flag!r}")
     if q.is_cuda and torch.cuda.get_device_capability(q.device)[0] != 10:
-        raise ValueError(f"{where}: argument q: expected a data-centre Blackwell card (compute capability 10.x; tcgen05 "
-                         f"exists nowhere else), got {torch.cuda.get_device_name(q.device)}; use attn_book.flash2.flash2")
+        raise ValueError(f"{where}: argument q: expected a data-centre Blackwell card (compute capability 10.x, the "
+                         f"only one this kernel is built for), got {torch.cuda.get_device_name(q.device)}; use attn_book.flash2.flash2")
     if q.device.type not in ("cpu", "cuda"):
         raise ValueError(f"{where}: argument q: expected a CPU or CUDA tensor, got one on {q.device}")
     if not q.is_cuda and B * H * Lq * Lk > CPU_SCORES:
@@ -637,7 +639,7 @@ def flash4_order(report: aot.Report) -> list[list[tuple[str, int]]]:
             else: runs.append((kind, 1))
     return [runs for runs in parts if sum(n for kind, n in runs if kind == "ex2") >= 64]
 
-# %% ../nbs/06_flash4.ipynb #7a638d2b
+# %% ../nbs/06_flash4.ipynb #10945197
 def flash4_report(target: str = "sm_100a", constexprs: dict | None = None, *, dtype: torch.dtype = torch.float16,
                   kernel=None) -> aot.Report:
     """编译前向内核；constexprs：D、CAUSAL 与 flash4_launch 的开关。
@@ -648,7 +650,7 @@ def flash4_report(target: str = "sm_100a", constexprs: dict | None = None, *, dt
     options = {n: x for n, x in (constexprs or {}).items() if x is not None}
     D, causal = options.pop("D", 128), options.pop("CAUSAL", True)
     if target not in ("sm_100", "sm_100a"):
-        raise ValueError(f"flash4_report: argument target: expected sm_100a (tcgen05 exists nowhere else), got {target}")
+        raise ValueError(f"flash4_report: argument target: expected sm_100a (the only target of this kernel), got {target}")
     if D not in HEAD_DIMS: raise ValueError(f"flash4_report: constexpr D: expected one of {HEAD_DIMS}, got {D}")
     q, lse = torch.zeros(1, 1, 256, D, dtype=dtype), torch.zeros(1, 1, 256)
     args, config, _ = flash4_launch(q, q, q, q, lse, scale=1.0, causal=bool(causal), **options)
@@ -776,7 +778,7 @@ def flash4_backward_multiply(rings, tiles, tmem, bars, sizes, CAUSAL: gl.constex
     flash4_issue_dk_dq(steps - 1, k, ds, tmem, bars, q_ring)
     tcgen05_commit(kv_full)                                            # 全部算完
 
-# %% ../nbs/06_flash4.ipynb #2a405eaf
+# %% ../nbs/06_flash4.ipynb #851e5167
 @gluon.jit
 def flash4_backward_p(s, lse, c, j, last, masked, CAUSAL: gl.constexpr):
     """一片 Pᵀ = e^{αS − L} = 2^{cS − L log₂e}；last 是首列（首个查询）最后看到的键。"""
@@ -814,10 +816,10 @@ def flash4_backward_block(n, stats, j, last, masked, c, ds_tile, tmem, bars, lay
         x = p[w] * (dp_t.slice(w * W, W).load(layout) - delta[None, :])                # 式 (fa2-ds)
         ds = ds + (x.to(ds_tile.dtype), )
         ds_tile.slice(w * W, W, dim=1).store(ds[w])
+    fence_async_shared(cluster=gl.num_ctas() > 1)                      # dQ 的矩阵乘从共享内存读 dS；人人过了栅栏，才有人到达
     partition_barrier()
     for w in gl.static_range(parts):
         ds_t.slice(w * W, W).store(ds[w])
-    fence_async_shared(cluster=gl.num_ctas() > 1)                      # dQ 的矩阵乘从共享内存读 dS
     mbarrier.arrive(ds_full, count=1)
 
 # %% ../nbs/06_flash4.ipynb #c4d632c2
@@ -878,7 +880,7 @@ def flash4_add_in_turn(dq_ptr, x, tile, row, col, Lq, D: gl.constexpr):
     at = dq_ptr + i[:, None] * D + j[None, :]
     gl.atomic_add(at, tile.load(lines), mask=(i < Lq)[:, None] & (j >= 0)[None, :], sem="relaxed")
 
-# %% ../nbs/06_flash4.ipynb #04eb88d7
+# %% ../nbs/06_flash4.ipynb #e7ee999b
 @gluon.jit
 def flash4_backward_reduce(descs, dq_ptr, turn_ptr, rings, tiles, tmem, bars, sizes,
                            CAUSAL: gl.constexpr, DETERMINISTIC: gl.constexpr):
@@ -915,6 +917,7 @@ def flash4_backward_reduce(descs, dq_ptr, turn_ptr, rings, tiles, tmem, bars, si
                     fence_async_shared()
                     tma_reduce_add(descs[5], [b, h, i * BLOCK_M, w * W], tile)
             if DETERMINISTIC:
+                partition_barrier()                                    # 各线程束都加完了，才轮到下一个
                 gl.atomic_add(turn_ptr + head * stop + i, 1, sem="release")
             n += 1
     tma.store_wait(0)
@@ -968,7 +971,7 @@ def flash4_backward_kernel(
         (flash4_backward_load, (descs, rings, sizes, CAUSAL, DETERMINISTIC)),
     ], [4, 1, 1], [104, 80, 80])
 
-# %% ../nbs/06_flash4.ipynb #c07d32cd
+# %% ../nbs/06_flash4.ipynb #b0844d50
 _BACKWARD_DIMS = (64, 128)
 
 
@@ -1005,7 +1008,7 @@ def flash4_backward(do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Te
     if not (dq.numel() and dk.numel()):                            # 没有行，或者没有键
         return dq.zero_(), dk.zero_(), dv.zero_()
     do, q, k, v = (_for_tma(x.detach()) for x in (do, q, k, v))
-    acc, stats = torch.zeros(q.shape, device=q.device), flash4_row_stats(do, dlse, o, lse)
+    acc, stats = torch.zeros(q.shape, dtype=torch.float32, device=q.device), flash4_row_stats(do, dlse, o, lse)
     args, config, programs = flash4_backward_launch(do, q, k, v, stats, acc, dk, dv, scale=scale, causal=causal,
                                                     deterministic=deterministic)
     if q.is_cuda:
@@ -1013,7 +1016,7 @@ def flash4_backward(do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Te
     else: machine.run(flash4_backward_kernel, programs, args, config, seed=seed, num_warps=8, resident=resident)
     return acc.mul_(scale).to(q.dtype), dk, dv
 
-# %% ../nbs/06_flash4.ipynb #ff267806
+# %% ../nbs/06_flash4.ipynb #453a471d
 def _backward_case(device: str, dtype: torch.dtype, causal: bool, deterministic: bool, shape: tuple) -> dict[str, float]:
     B, H, H_kv, Lq, Lk, D = shape
     sizes = ((H, Lq), (H_kv, Lk), (H_kv, Lk), (H, Lq))
@@ -1026,6 +1029,15 @@ def _backward_case(device: str, dtype: torch.dtype, causal: bool, deterministic:
     bound = oracle.backward_bound(q, k, v, do, causal=causal, chained=True, acc=oracle.TENSOR_CORE,
                                   steps=max(1, -(-Lk // 16)), steps_q=max(1, -(-Lq // 16)))
     return {"error": max(oracle.ratio(*x) for x in zip(actual, exact, bound)) if same else math.inf, "bound": 1.0}
+
+
+def _repeat_case(device: str, shape: tuple, times: int = 20) -> dict[str, float]:
+    """确定的反向重复若干次：与第一次不同的次数，许可 0。Runs of the deterministic backward that differ from the first."""
+    q, k, v, do = (torch.randn(shape, device=device).to(torch.bfloat16) for _ in range(4))
+    o, lse, _ = flash4_forward(q, k, v, scale=shape[3] ** -0.5, causal=True)
+    run = lambda: flash4_backward(do, None, q, k, v, o, lse, scale=shape[3] ** -0.5, causal=True, deterministic=True)
+    first = run()
+    return {"error": sum(any(not torch.equal(x, y) for x, y in zip(first, run())) for _ in range(times)), "bound": 0.0}
 
 
 def flash4_backward_cases(device: str = "cuda") -> Iterator[tuple[str, Callable[[], dict[str, float]]]]:
@@ -1042,6 +1054,8 @@ def flash4_backward_cases(device: str = "cuda") -> Iterator[tuple[str, Callable[
             (torch.bfloat16, False, True, (1, 4, 1, 777, 1300, 128))):
         name = f"flash4_backward {str(dtype)[6:]} causal={causal} deterministic={deterministic} {shape}"
         yield name, functools.partial(_backward_case, device, dtype, causal, deterministic, shape)
+    shape = (1, 16, 4096, 128)                                         # 大到足以填满一张卡，次序才会乱
+    yield f"flash4_backward repeats {shape}", functools.partial(_repeat_case, device, shape)
 
 # %% ../nbs/06_flash4.ipynb #ffb75782
 def flash4_pair_tmem(rows: int, columns: int) -> TensorMemoryLayout:

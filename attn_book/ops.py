@@ -381,7 +381,7 @@ def _dense(q, k, v, bias, slopes, scale, left, right, softcap) -> tuple[Tensor, 
         bias = line if bias is None else bias + line
     return _Oracle.apply(q, k, v, bias, dict(scale=scale, window=(left, right), softcap=softcap, mask=mask))
 
-# %% ../nbs/i_ops.ipynb #21e90bf8
+# %% ../nbs/i_ops.ipynb #bfc02b02
 def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None,
               window: tuple[int, int] | None = None, softcap: float | None = None, bias: Tensor | None = None,
               alibi: Tensor | None = None, dropout_p: float = 0.0, return_lse: bool = False,
@@ -401,7 +401,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: f
     dropout_p in [0, 1): drops elements of P after the softmax, seeded by torch's generator of the device.
     backend: "auto" and "flash2": the FlashAttention-2 kernels, which run on every card. "flash3" (Hopper) and "flash4"
     (Blackwell): the kernels of those chapters, for fp16 and bf16 without window, softcap, bias, alibi and dropout,
-    not under torch.compile, and a NaN in v may reach rows of its block that do not see it. "oracle": dense, float64,
+    not under torch.compile, and a NaN or inf may reach rows and gradients of its block that do not see it. "oracle": dense, float64,
     no dropout; O(Lq*Lk) memory.
     Returns o (B, H, Lq, Dv) in q's dtype, with return_lse also lse (B, H, Lq), fp32, natural logarithm, of the undropped
     scores. A query that sees no key: o = 0, lse = -inf. Values of hidden keys and of queries hidden from all keys never

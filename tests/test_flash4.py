@@ -243,7 +243,7 @@ def test_gradients_through_the_public_function():
     for x in zip(got, exact, bound, ("dq", "dk", "dv")): assert_within(*x)
 
 
-# nbs/06_flash4.ipynb 单元 ec2a62d7
+# nbs/06_flash4.ipynb 单元 9d350748
 def test_wrong_inputs_are_refused():
     q, k, v = flash4_inputs((1, 2, 1, 5, 7, 64))
     for d in (96, 256):
@@ -263,7 +263,7 @@ def test_only_data_centre_blackwell(monkeypatch, capability):
     "别的卡上没有用例，也不启动；FakeTensorMode：没有卡也造得出 CUDA 张量"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "some card")
-    assert len([n for n, _ in gpu_cases("cuda") if "cute" not in n]) == (10 if capability[0] == 10 else 0)
+    assert len([n for n, _ in gpu_cases("cuda") if "cute" not in n]) == (11 if capability[0] == 10 else 0)
     if capability[0] == 10: return
     with FakeTensorMode():
         q = torch.empty(1, 1, 4, 64, device="cuda", dtype=torch.float16)
@@ -433,15 +433,15 @@ def test_mutation_suite_is_large():
     assert len(flash4_mutants()) >= 60 and len(set(flash4_mutants().values())) == len(flash4_mutants())
 
 
-# nbs/06_flash4.ipynb 单元 5dd0866e
+# nbs/06_flash4.ipynb 单元 5fd42943
 def flash4_formula_mutants():
     return {
         "系数写错一列": (_SEND, _SEND.replace("s, 0,", "s, 1,")),
         "ℓ 不缩放": ("l * a, c, sent", "l, c, sent"),
         "O 不缩放": (_FIX_O, ""),
         "全部的行都要才缩放": ("gl.min(a, 0) < 1.0", "gl.max(a, 0) < 1.0"),
-        "留下旧参考值却缩放": ("gl.where(keep, 1.0, gl.exp2((m - top) * c))", "gl.exp2((m - top) * c)"),
-        "缩放了却留下旧参考值": ("return gl.where(keep, m, top), a", "return gl.where(m == -float('inf'), top, m), a"),
+        "留下旧基准却缩放": ("gl.where(keep, 1.0, gl.exp2((m - top) * c))", "gl.exp2((m - top) * c)"),
+        "缩放了却留下旧基准": ("return gl.where(keep, m, top), a", "return gl.where(m == -float('inf'), top, m), a"),
         "a 颠倒": ("(m - top) * c", "(top - m) * c"),
         "因果少一列": ("j[None, :] <= last", "j[None, :] < last"),
         "因果左上对齐": ("last = row + shift", "last = row"),
@@ -666,12 +666,12 @@ def test_all_interleavings_of_the_flash4_backward_are_equivalent(Lq, determinist
     assert Lq == 100 or seen.interleavings > 10 ** 20
 
 
-# nbs/06_flash4.ipynb 单元 b7b159b0
+# nbs/06_flash4.ipynb 单元 675f8a2a
 def test_the_cases_for_a_card_run_on_the_machine_too(monkeypatch):
     from attn_book.flash4 import _backward_case
     assert list(flash4_backward_cases("cpu")) == []
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (10, 0))
-    assert len(list(flash4_backward_cases("cuda"))) == 5
+    assert len(list(flash4_backward_cases("cuda"))) == 6
     torch.manual_seed(0)
     for deterministic in (False, True):
         result = _backward_case("cpu", torch.bfloat16, True, deterministic, (1, 2, 1, 130, 200, 64))
@@ -760,7 +760,7 @@ def test_deterministic_does_not_depend_on_how_many_fit(causal):
     assert all(torch.equal(x, y) for other in got[1:] for x, y in zip(got[0], other))
 
 
-# nbs/06_flash4.ipynb 单元 6d09c062
+# nbs/06_flash4.ipynb 单元 b29ba87d
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("D", [64, 128])
 def test_machine_code_of_the_flash4_backward(D, deterministic):
@@ -778,6 +778,8 @@ def test_machine_code_of_the_flash4_backward(D, deterministic):
     if deterministic:                                              # 16 字节一条的向量加法；等与放行
         assert r.ptx_count(r"\.add\.v4\.f32") == D // 32 * 8
         assert r.ptx_count(r"global\.gpu\.acquire") and r.ptx_count(r"global\.gpu\.release")
+        ops = re.findall(r"\b(F32x4|BAR\.SYNC|REDG\.E\.ADD\.STRONG)", r.sass)    # 各线程束都加完了，才放行
+        assert "F32x4 BAR.SYNC REDG.E.ADD.STRONG" in " ".join(ops) and "F32x4 REDG" not in " ".join(ops)
 
 
 def test_flash4_backward_is_registered():
@@ -850,12 +852,12 @@ def mutants_of_the_mma_warp():
     }
 
 
-# nbs/06_flash4.ipynb 单元 61aea65c
+# nbs/06_flash4.ipynb 单元 d6e340bf
 def mutants_of_the_compute_warps():
     """{毛病: [(原文, 换成), …]}"""
     _P = "        p_t.slice(w * W, W).store(p[w].to(ds_tile.dtype))\n"
     _P_DONE, _DS_DONE = "    mbarrier.arrive(p_full, count=1)\n", "    mbarrier.arrive(ds_full, count=1)\n"
-    _FENCE = "    fence_async_shared(cluster=gl.num_ctas() > 1)                      # dQ 的矩阵乘从共享内存读 dS\n"
+    _FENCE = "    fence_async_shared(cluster=gl.num_ctas() > 1)                      # dQ 的矩阵乘从共享内存读 dS；人人过了栅栏，才有人到达\n"
     _FREE = "            flash3_release(n, stats_ring)\n"
     _OUT = "    fence_async_shared()\n    tma_store(dv_desc"
     return {
@@ -869,7 +871,7 @@ def mutants_of_the_compute_warps():
         "先通知再写 P": [("    for w in gl.static_range(parts):\n" + _P + _P_DONE,
                          _P_DONE + "    for w in gl.static_range(parts):\n" + _P)],
         "没有栅栏": [(_FENCE, "")],
-        "栅栏在通知之后": [(_FENCE + _DS_DONE, _DS_DONE + _FENCE)],
+        "栅栏在通知之后": [(_FENCE, ""), (_DS_DONE, _DS_DONE + _FENCE)],
         "dS 不写共享内存": [("        ds_tile.slice(w * W, W, dim=1).store(ds[w])\n", "")],
         "dS 不写张量内存": [("        ds_t.slice(w * W, W).store(ds[w])\n", "        pass\n")],
         "不减 δ": [(".load(layout) - delta[None, :])", ".load(layout))")],
@@ -887,7 +889,7 @@ def mutants_of_the_compute_warps():
     }
 
 
-# nbs/06_flash4.ipynb 单元 68868413
+# nbs/06_flash4.ipynb 单元 0b16ffaa
 def mutants_of_the_other_warps():
     """搬运与归约：{毛病: [(原文, 换成), …]}"""
     _TAKEN = "                if w == D // W - 1:\n                    mbarrier.arrive(dq_free, count=1)\n"
@@ -919,10 +921,11 @@ def mutants_of_the_order():
     """按次序加：{毛病: [(原文, 换成), …]}"""
     _WAIT = '                while gl.atomic_add(turn_ptr + head * stop + i, 0, sem="acquire") != turn:\n                    pass\n'
     _PASS = '                gl.atomic_add(turn_ptr + head * stop + i, 1, sem="release")\n'
+    _ALL = "                partition_barrier()                                    # 各线程束都加完了，才轮到下一个\n"
     return {
         "不等轮次": [(_WAIT, "")],
         "不放行": [(_PASS, "                pass\n")],
-        "先放行再加": [(_WAIT, _WAIT + _PASS), ("            if DETERMINISTIC:\n" + _PASS, "")],
+        "先放行再加": [(_WAIT, _WAIT + _PASS), ("            if DETERMINISTIC:\n" + _ALL + _PASS, "")],
         "等的不是 acquire": [(_WAIT, _WAIT.replace("acquire", "relaxed"))],
         "放行不是 release": [(_PASS, _PASS.replace("release", "relaxed"))],
         "轮次差一": [("visitors - 1 - turn", "visitors - turn")],

@@ -685,7 +685,7 @@ def test_wrong_shapes_are_named_when_compiling():
         compiled(q, k, v[:, :, :3])
 
 
-# nbs/i_ops.ipynb 单元 4265f1f8
+# nbs/i_ops.ipynb 单元 89401d07
 def test_autocast_casts_like_torch():
     q, k, v, do = given(1, 2, 2, 20, 20)
     expected = run(*(x.bfloat16() for x in (q, k, v, do)))
@@ -739,6 +739,20 @@ def test_meta_tensors_and_slow_inputs(monkeypatch):
         for _ in range(2):
             attention(*given()[:3])
     assert len(seen) == 1 and seen[0].filename == __file__ and "backend='oracle'" in str(seen[0].message)
+
+
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("backend", ["auto", "flash3", "flash4"])
+def test_the_default_dtype_of_torch_does_not_matter(backend, default):
+    q, k, v, do = given(1, 2, 1, 40, 70, 64, 64, torch.float16)
+    one, before = torch.ones(1, 2, 40), torch.get_default_dtype()
+    plain = run(q, k, v, do, one, causal=True, backend=backend)
+    torch.set_default_dtype(default)
+    try:
+        got = run(q, k, v, do, one, causal=True, backend=backend)
+    finally:
+        torch.set_default_dtype(before)
+    assert got[1].dtype == torch.float32 and all(torch.equal(x, y) for x, y in zip(got, plain))
 
 
 @pytest.mark.parametrize("backend", ["flash3", "flash4"])
