@@ -3,12 +3,12 @@
 # %% auto #0
 __all__ = ['LOG2E', 'LN2', 'FLASH2_CUDA_TILES', 'FLASH2_CUDA_SCORES', 'FLASH2_CUDA_SOFTMAX', 'FLASH2_CUDA_VALUES',
            'FLASH2_CUDA_MAIN', 'FLASH2_CUDA_END', 'FLASH2_CUDA', 'INSTRUCTION_CLASSES', 'merge_lse', 'seen_span',
-           'tile_scores', 'row_offsets', 'load_tile', 'store_tile', 'has_nan', 'isolate', 'sequence', 'page_offsets',
-           'flash2_forward_kernel', 'flash2_delta_kernel', 'tile_gradient', 'flash2_dkdv_kernel', 'flash2_dq_kernel',
-           'default_config', 'flash2_merge_kernel', 'flash2_forward', 'flash2_backward', 'flash2', 'gpu_cases',
-           'flash2_traffic', 'flash2_backward_traffic', 'flash2_cuda_macros', 'flash2_cuda_shared',
-           'flash2_cuda_forward', 'flash2_cuda', 'flash2_cuda_bound', 'flash2_cuda_gpu_cases', 'aot_signature',
-           'aot_report', 'main_loop', 'loop_report']
+           'power', 'tile_scores', 'row_products', 'row_offsets', 'load_tile', 'store_tile', 'has_nan', 'isolate',
+           'sequence', 'page_offsets', 'flash2_forward_kernel', 'flash2_delta_kernel', 'tile_gradient',
+           'flash2_dkdv_kernel', 'flash2_dq_kernel', 'default_config', 'flash2_merge_kernel', 'flash2_forward',
+           'flash2_backward', 'flash2', 'gpu_cases', 'flash2_traffic', 'flash2_backward_traffic', 'flash2_cuda_macros',
+           'flash2_cuda_shared', 'flash2_cuda_forward', 'flash2_cuda', 'flash2_cuda_bound', 'flash2_cuda_gpu_cases',
+           'aot_signature', 'aot_report', 'main_loop', 'loop_report']
 
 # %% ../nbs/04_flash2.ipynb #b60b5dce
 import torch
@@ -62,9 +62,23 @@ def seen_span(first, last, off, left, right, L, LEFT: tl.constexpr, RIGHT: tl.co
     full_hi = tl.maximum(full_hi // BLOCK * BLOCK, full_lo)
     return lo, tl.maximum(full_lo, lo), full_hi, hi
 
-# %% ../nbs/04_flash2.ipynb #b5c3a17c
+# %% ../nbs/04_flash2.ipynb #e28a7e41
 LOG2E = tl.constexpr(1.4426950408889634)  # 1 / ln 2
 LN2 = tl.constexpr(0.6931471805599453)
+
+
+@kernel
+def power(x, PLAIN: tl.constexpr, dtype: tl.constexpr):
+    """PLAIN：2^x，式 (fa2-exp2)；否则 e^x，16 位的输入用两条指令的那种。
+
+    2**x with PLAIN, else e**x: for fp32 inputs as exact as the device offers, else 2**(x log2 e).
+    """
+    if PLAIN:
+        return tl.math.exp2(x)
+    elif dtype == tl.float32:
+        return tl.exp(x)
+    else:
+        return tl.math.exp2(x * LOG2E)
 
 
 @kernel
@@ -105,6 +119,24 @@ def tile_scores(
     if MASK or BIAS != 0:
         x = tl.where(seen, x, float("-inf"))
     return x, seen, t
+
+# %% ../nbs/04_flash2.ipynb #044bdb8e
+@kernel
+def row_products(a, b):
+    """a bᵀ；fp32 每 16 列一段，段与段再相加。
+
+    Inner products of the rows of a (M, K) and b (N, K): one tl.dot for 16-bit tiles, and for fp32 segments of 16
+    columns, summed after: at most 16 + K / 16 roundings of a term instead of K, and fewer registers on a GPU.
+    """
+    M: tl.constexpr = a.shape[0]
+    N: tl.constexpr = b.shape[0]
+    PARTS: tl.constexpr = a.shape[1] // 16
+    if a.dtype != tl.float32 or PARTS == 1:
+        return tl.dot(a, tl.trans(b), input_precision="ieee")
+    else:
+        a = tl.permute(tl.reshape(a, (M, PARTS, 16)), (1, 0, 2))
+        b = tl.permute(tl.reshape(b, (N, PARTS, 16)), (1, 2, 0))
+        return tl.sum(tl.dot(a, b, input_precision="ieee"), 0)
 
 # %% ../nbs/04_flash2.ipynb #c3d0730a
 @kernel
@@ -174,7 +206,7 @@ def page_offsets(b, j, ok, table_ptr, page, pages, stride_page, stride_n):
     number = tl.load(table_ptr + b * pages + j // page, mask=ok, other=0).to(tl.int64)
     return number * stride_page + j % page * stride_n
 
-# %% ../nbs/04_flash2.ipynb #9d29d840
+# %% ../nbs/04_flash2.ipynb #c9244569
 @kernel
 def flash2_forward_kernel(
         q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, bias_ptr, slope_ptr, seed_ptr, cu_q_ptr,
@@ -223,9 +255,9 @@ def flash2_forward_kernel(
             hi = tl.minimum(lo + share, hi)
             full_lo = tl.minimum(tl.maximum(full_lo, lo), hi)
             full_hi = tl.minimum(tl.maximum(full_hi, lo), hi)
-        unit, base = 1.0, LOG2E
+        unit = 1.0
         if PLAIN:
-            unit, base = scale * LOG2E, 1.0  # 式 (fa2-exp2)：折进一个系数
+            unit = scale * LOG2E  # 式 (fa2-exp2)：折进一个系数
         m = tl.full((BLOCK_M,), float("-inf"), tl.float32)
         l = tl.zeros((BLOCK_M,), tl.float32)
         acc = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)  # Õ
@@ -259,7 +291,7 @@ def flash2_forward_kernel(
                     k = load_tile(k_base + n * stride_kn, k_at, there, stride_kd, D, BLOCK_D)
                     v = load_tile(v_base + n * stride_vn, v_at, there, stride_vd, DV,
                                   BLOCK_DV)
-                s = tl.dot(q, tl.trans(k), input_precision="ieee")  # S_ij（还没乘 α）
+                s = row_products(q, k)  # S_ij（还没乘 α）
                 s, seen, _ = tile_scores(s, rows[:, None], cols[None, :], off, heads[:, None],
                                          bias_ptr + b * stride_bias_b,
                                          slope_ptr + b * stride_slope_b, scale, softcap, left,
@@ -268,8 +300,8 @@ def flash2_forward_kernel(
                                          BIAS, ALIBI, PLAIN, PHASE != 0)
                 m_new = tl.maximum(m, tl.max(s, 1) * unit)
                 pivot = tl.where(m_new == float("-inf"), 0.0, m_new)  # 空行：避免 −∞ − (−∞)
-                p = tl.math.exp2((s * unit - pivot[:, None]) * base)  # P̃ = e^{S − m}
-                rescale = tl.math.exp2((m - pivot) * base)
+                p = power(s * unit - pivot[:, None], PLAIN, q.dtype)  # P̃ = e^{S − m}
+                rescale = power(m - pivot, PLAIN, q.dtype)
                 l = l * rescale + tl.sum(p, 1)  # 式 (fa2-l)
                 if DROPOUT:
                     keep = dropout_keep(tl.load(seed_ptr), dropout_p, b * H + h, rows, cols,
@@ -281,9 +313,7 @@ def flash2_forward_kernel(
                 acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")  # 式 (fa2-o)
                 m = m_new
         o = acc / tl.where(l == 0.0, 1.0, l)[:, None]  # 唯一的一次除法
-        lse = m + tl.math.log2(l) * LN2  # L = m + ln ℓ；空行 −∞
-        if PLAIN:
-            lse = (m + tl.math.log2(l)) * LN2
+        lse = (m + tl.math.log2(l)) * LN2 if PLAIN else m + tl.log(l)  # L = m + ln ℓ；空行 −∞
         at = (q_begin + rows) * stride_om + heads.to(tl.int64) * stride_oh
         store_tile(o_ptr + b * stride_ob + split * stride_os, at, ok, o, DV, BLOCK_DV)
         at = q_begin + rows + heads.to(tl.int64) * stride_lh + split * stride_ls
@@ -315,26 +345,28 @@ def flash2_delta_kernel(
             other=0.0)
     tl.store(delta_ptr + b * stride_lb + h * stride_lh + begin + rows, delta, mask=ok)
 
-# %% ../nbs/04_flash2.ipynb #41ead17f
+# %% ../nbs/04_flash2.ipynb #3e9b0aeb
 @kernel
 def tile_gradient(
         x, dp, lse, delta, keep, i, j, off, heads, bias_base, slope_base, scale, softcap,
         dropout_p, left, right, Lq, Lk,
         stride_bias_h, stride_bias_m, stride_bias_n, stride_slope_h,
         LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, BIAS: tl.constexpr,
-        ALIBI: tl.constexpr, DROPOUT: tl.constexpr, PLAIN: tl.constexpr):
+        ALIBI: tl.constexpr, DROPOUT: tl.constexpr, PLAIN: tl.constexpr,
+        dtype: tl.constexpr):
     """重算一块：返回 (P∘Z, dS, 未乘软上限导数的 dS, 看得见否)，式 (fa2-recompute)、(fa2-ds)。
 
-    x, dp: tiles of q·k and dO·v; lse, delta: broadcastable along keys. The third value is the gradient of the bias.
+    x, dp: tiles of q·k and dO·v; lse, delta: broadcastable along keys; dtype: of the inputs. The third value is the
+    gradient of the bias.
     """
-    unit, base = 1.0, LOG2E
+    unit = 1.0
     lse = tl.where(lse == float("-inf"), float("inf"), lse)  # 空行：P = 0
     if PLAIN:
-        unit, base, lse = scale * LOG2E, 1.0, lse * LOG2E
+        unit, lse = scale * LOG2E, lse * LOG2E
     s, seen, t = tile_scores(x, i, j, off, heads, bias_base, slope_base, scale, softcap, left,
                              right, Lq, Lk, stride_bias_h, stride_bias_m, stride_bias_n,
                              stride_slope_h, LEFT, RIGHT, SOFTCAP, BIAS, ALIBI, PLAIN, True)
-    p = tl.math.exp2((s * unit - lse) * base)  # P = e^{S − L}
+    p = power(s * unit - lse, PLAIN, dtype)  # P = e^{S − L}
     pz = p
     if DROPOUT:
         pz = tl.where(keep, p / (1 - dropout_p), 0.0)
@@ -345,7 +377,7 @@ def tile_gradient(
         ds = ds * (1 - t * t)
     return pz, ds, dbias, seen
 
-# %% ../nbs/04_flash2.ipynb #29ca0f58
+# %% ../nbs/04_flash2.ipynb #c99dfb8f
 @kernel
 def flash2_dkdv_kernel(
         q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, dq_ptr, bias_ptr,
@@ -405,14 +437,15 @@ def flash2_dkdv_kernel(
                             keep = tl.trans(
                                 dropout_keep(tl.load(seed_ptr), dropout_p, b * H + h, rows,
                                              cols, 16 if CAREFUL else BLOCK_M, BLOCK_N))
-                        x = tl.dot(k, tl.trans(q), input_precision="ieee")  # S_ijᵀ：键在行上
-                        dp = tl.dot(v, tl.trans(do), input_precision="ieee")  # dP_ijᵀ
+                        x = row_products(k, q)  # S_ijᵀ：键在行上
+                        dp = row_products(v, do)  # dP_ijᵀ
                         p, ds, _, seen = tile_gradient(
                             x, dp, lse[None, :], delta[None, :], keep, rows[None, :],
                             cols[:, None], off, h, bias_ptr + b * stride_bias_b,
                             slope_ptr + b * stride_slope_b, scale, softcap, dropout_p, left,
                             right, Lq, Lk, stride_bias_h, stride_bias_m, stride_bias_n,
-                            stride_slope_h, LEFT, RIGHT, SOFTCAP, BIAS, ALIBI, DROPOUT, PLAIN)
+                            stride_slope_h, LEFT, RIGHT, SOFTCAP, BIAS, ALIBI, DROPOUT, PLAIN,
+                            q.dtype)
                         if ATOMIC:  # dQ_i += α dS_ij K_j
                             dq = tl.dot(tl.trans(ds.to(k.dtype)), k,
                                         input_precision="ieee") * scale
@@ -434,7 +467,7 @@ def flash2_dkdv_kernel(
         store_tile(dv_ptr + b * stride_dvb + h_kv * stride_dvh, (k_begin + cols) * stride_dvn,
                    there, dv, DV, BLOCK_DV)
 
-# %% ../nbs/04_flash2.ipynb #ff25d3b8
+# %% ../nbs/04_flash2.ipynb #a35b54d4
 @kernel
 def flash2_dq_kernel(
         q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr, ds_ptr, bias_ptr, slope_ptr,
@@ -490,14 +523,15 @@ def flash2_dq_kernel(
                     if DROPOUT:
                         keep = dropout_keep(tl.load(seed_ptr), dropout_p, b * H + h, rows,
                                             cols, BLOCK_M, 16 if CAREFUL else BLOCK_N)
-                    x = tl.dot(q, tl.trans(k), input_precision="ieee")
-                    dp = tl.dot(do, tl.trans(v), input_precision="ieee")  # dP_ij
+                    x = row_products(q, k)
+                    dp = row_products(do, v)  # dP_ij
                     _, ds, dbias, seen = tile_gradient(
                         x, dp, lse[:, None], delta[:, None], keep, rows[:, None],
                         cols[None, :], off, h, bias_ptr + b * stride_bias_b,
                         slope_ptr + b * stride_slope_b, scale, softcap, dropout_p, left,
                         right, Lq, Lk, stride_bias_h, stride_bias_m, stride_bias_n,
-                        stride_slope_h, LEFT, RIGHT, SOFTCAP, BIAS, ALIBI, DROPOUT, PLAIN)
+                        stride_slope_h, LEFT, RIGHT, SOFTCAP, BIAS, ALIBI, DROPOUT, PLAIN,
+                        q.dtype)
                     if DBIAS:
                         at = ((b * H + h) * Lq +
                               rows.to(tl.int64)[:, None]) * Lk + cols[None, :]
@@ -510,7 +544,7 @@ def flash2_dq_kernel(
         store_tile(dq_ptr + b * stride_dqb + h * stride_dqh, (q_begin + rows) * stride_dqm,
                    ok, dq * scale, D, BLOCK_D)
 
-# %% ../nbs/04_flash2.ipynb #06215a21
+# %% ../nbs/04_flash2.ipynb #4c40a59d
 def _width(n: int) -> int:
     return max(16, triton.next_power_of_2(n))
 
@@ -533,9 +567,9 @@ _TILES: dict[tuple[str, int], tuple] = {       # (内核, 架构代) → 头宽 
 def default_config(kind: str, D: int, Dv: int, dtype: torch.dtype, capability: tuple[int, int] | None) -> dict[str, int]:
     """缺省的块大小与启动选项；capability 为 None 表示 CPU。
 
-    BLOCK_M, BLOCK_N, num_warps, num_stages for kind "forward", "dkdv" or "dq". On the architectures of aot.TARGETS the
-    16-bit ones do not spill, nor the fp32 ones up to D = 128, see test_default_configs_do_not_spill. Architectures with
-    little shared memory and none of wgmma and tcgen05 (sm_86, sm_89, sm_120) take those of sm_80.
+    BLOCK_M, BLOCK_N, num_warps, num_stages for kind "forward", "dkdv" or "dq". On the architectures of aot.TARGETS
+    none spills, see test_default_configs_do_not_spill. Architectures with little shared memory and none of wgmma
+    and tcgen05 (sm_86, sm_89, sm_120) take those of sm_80.
     """
     if capability is None:
         summed = {"dkdv": "BLOCK_M", "dq": "BLOCK_N"}.get(kind) if dtype.itemsize > 2 else None
@@ -654,22 +688,23 @@ def flash2_forward(q: Tensor, k: Tensor, v: Tensor, *, scale: float, left: int =
             flash2_merge_kernel[(triton.cdiv(R, rows),)](part, part_lse, o, lse, R, splits, DV=Dv, BLOCK_M=rows, BLOCK_DV=_width(Dv))
     return o, lse
 
-# %% ../nbs/04_flash2.ipynb #38c815d5
+# %% ../nbs/04_flash2.ipynb #bfa9e9cc
 def flash2_backward(do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, *, scale: float,
                     left: int = -1, right: int = -1, softcap: float | None = None, bias: Tensor | None = None,
                     slopes: Tensor | None = None, dropout_p: float = 0.0, seed: Tensor | None = None,
                     cu_q: Tensor | None = None, cu_k: Tensor | None = None, max_q: int = 0, max_k: int = 0,
-                    atomic: bool = False, dbias: bool = False, configs: dict[str, dict] | None = None,
-                    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+                    atomic: bool = False, dbias: bool = False, out_dtype: torch.dtype | None = None,
+                    configs: dict[str, dict] | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """启动反向内核，返回 (dq, dk, dv, dS 或 None)；do 的步幅任意。
 
     Launch the backward for flash2_forward's o and lse; dlse: gradient of lse or None. The pair of kernels by default
     (bit-for-bit reproducible), with atomic one kernel that adds dq by atomics. dbias: also return dS, the gradient of
-    the dense bias (B,H,Lq,Lk), fp32 (needs memory for it). configs: launch options by kernel, "dkdv" and "dq".
+    the dense bias (B,H,Lq,Lk), fp32 (needs memory for it). out_dtype: of dq, dk and dv (q's), fp32 for gradients that
+    are summed later. configs: launch options by kernel, "dkdv" and "dq".
     """
     B, H, H_kv, Lq, Lk, pointers, scalars, variant = _common(q, k, v, do, scale, left, right, softcap, bias, slopes,
                                                              dropout_p, seed, cu_q, cu_k, max_q, max_k)
-    packed, D, Dv, (T, S), dtype = cu_q is not None, q.shape[3], v.shape[3], (q.shape[2], k.shape[2]), q.dtype
+    packed, D, Dv, (T, S), dtype = cu_q is not None, q.shape[3], v.shape[3], (q.shape[2], k.shape[2]), out_dtype or q.dtype
     dq = _outputs(packed, q, B, H, T, D, torch.float32 if atomic else dtype)
     dk, dv = (_outputs(packed, q, B, H_kv, S, width, dtype) for width in (D, Dv))
     ds = torch.zeros((B, H, T, S), dtype=torch.float32, device=q.device) if dbias else None
@@ -678,7 +713,7 @@ def flash2_backward(do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Te
     if H == 0:                                                     # 没有查询头：内核不启动
         dk.zero_(), dv.zero_()
     delta = torch.empty_like(lse)
-    config = {n: _shrink((configs or {}).get(n) or default_config(n, D, Dv, dtype, _capability(q)), Lq, Lk) for n in ("dkdv", "dq")}
+    config = {n: _shrink((configs or {}).get(n) or default_config(n, D, Dv, q.dtype, _capability(q)), Lq, Lk) for n in ("dkdv", "dq")}
     tiles, sizes = triton.cdiv(Lq, 64), dict(D=D, DV=Dv, BLOCK_D=_width(D), BLOCK_DV=_width(Dv))
     row = dict(stride_lb=lse.stride(0) * (not packed), stride_lh=T)
     inputs = _named("q bhmd", q, packed) | _named("k bhnd", k, packed) | _named("v bhnd", v, packed) | _named("d bhmd", do, packed)

@@ -470,7 +470,7 @@ def test_cuda_forward_machine_code(D, dtype, target):
     assert r.ptx_count(r"\bst\.shared|\bld\.shared") == 0
 
 
-# nbs/04_flash2.ipynb 单元 83f26d8b
+# nbs/04_flash2.ipynb 单元 eb9afffd
 @pytest.mark.parametrize("target, core", [("sm_80", "HMMA"), ("sm_90", "HGMMA"), ("sm_100", "UTCHMMA")])
 @pytest.mark.parametrize("kind", ["forward", "dkdv", "dq"])
 @pytest.mark.parametrize("d", [64, 128])
@@ -480,7 +480,8 @@ def test_default_configs_do_not_spill(kind, target, core, d):
     assert r.instructions[core] > 0 and r.instructions["MUFU"] > 0
 
 
-@pytest.mark.parametrize("kind, dtype, d", [("forward", "bf16", 128), ("dkdv", "fp32", 128), ("forward", "fp16", 256)])
+@pytest.mark.parametrize("kind, dtype, d", [("forward", "bf16", 128), ("forward", "fp32", 256),
+                                            ("dkdv", "fp32", 256), ("forward", "fp16", 256)])
 def test_other_dtypes_and_widths_do_not_spill(kind, dtype, d):
     for target in ("sm_80", "sm_90", "sm_100"):
         r = aot_report(kind, target, d=d, dtype=dtype)
