@@ -5,11 +5,11 @@ __all__ = ['MIN_CAPABILITY', 'ONE_GENERATION', 'HEAD_DIMS', 'EMULATE', 'TAU', 'C
            'flash4_algorithm', 'flash4_tile', 'flash4_produce', 'flash4_views', 'flash4_pv', 'flash4_multiply',
            'flash4_larger', 'flash4_mask', 'flash4_reference', 'flash4_column', 'flash4_send', 'flash4_read',
            'flash4_receive', 'flash4_exp2', 'flash4_piece', 'flash4_probabilities', 'flash4_softmax', 'flash4_rescale',
-           'flash4_finish', 'flash4_correct', 'flash4_init', 'flash4_forward_kernel', 'flash4_launch', 'flash4_forward',
-           'flash4', 'flash4_bound', 'gpu_cases', 'flash4_partitions', 'flash4_order', 'flash4_report',
-           'flash4_row_stats', 'flash4_backward_tile', 'flash4_backward_load', 'flash4_issue_s', 'flash4_issue_dp',
-           'flash4_issue_dv', 'flash4_issue_dk_dq', 'flash4_backward_multiply', 'flash4_backward_p',
-           'flash4_backward_block', 'flash4_backward_compute', 'flash4_turn', 'flash4_add_in_turn',
+           'flash4_finish', 'flash4_correct', 'flash4_store', 'flash4_init', 'flash4_forward_kernel', 'flash4_launch',
+           'flash4_forward', 'flash4', 'flash4_bound', 'gpu_cases', 'flash4_partitions', 'flash4_order',
+           'flash4_report', 'flash4_guards', 'flash4_row_stats', 'flash4_backward_tile', 'flash4_backward_load',
+           'flash4_issue_s', 'flash4_issue_dp', 'flash4_issue_dv', 'flash4_issue_dk_dq', 'flash4_backward_multiply',
+           'flash4_backward_p', 'flash4_backward_block', 'flash4_backward_compute', 'flash4_turn', 'flash4_add_in_turn',
            'flash4_backward_reduce', 'flash4_backward_kernel', 'flash4_backward_launch', 'flash4_backward',
            'flash4_backward_cases', 'flash4_pair_tmem', 'flash4_pair_kernel', 'flash4_pair_launch',
            'flash4_backward_traffic', 'flash4_backward_report', 'flash4_backward_roles', 'flash4_backward_guards',
@@ -80,9 +80,9 @@ def flash4_algorithm(q: Tensor, k: Tensor, v: Tensor, *, tau: float = 8.0, block
     o = torch.where(l == 0, 0.0, acc / l)
     return o, math.log(2) * (m + torch.log2(l))[..., 0]
 
-# %% ../nbs/06_flash4.ipynb #d77aa9f7
+# %% ../nbs/06_flash4.ipynb #85fe1279
 import triton.language as tl
-from .flash3 import _LINE, _NREG, _for_tma, flash3_load, flash3_wait
+from .flash3 import _LINE, _NREG, _for_tma, flash3_load, flash3_release, flash3_wait
 from .machine import tmem_as
 from .schedule import l2_section, lpt_tile
 
@@ -323,7 +323,7 @@ def flash4_softmax(lse_ptr, tmem, bars, c, sizes, W: gl.constexpr, DTYPE: gl.con
         i = row + gl.arange(0, 128, rows)
         gl.store(lse_ptr + (b * H + h) * Lq + i, (m * c + gl.log2(l)) * 0.6931471805599453, mask=i < Lq)
 
-# %% ../nbs/06_flash4.ipynb #c95bfdef
+# %% ../nbs/06_flash4.ipynb #bd713f65
 @gluon.jit
 def flash4_rescale(o, a):
     """O ← diag(a) O，一次 64 列。Rescale O in tensor memory."""
@@ -337,24 +337,23 @@ def flash4_rescale(o, a):
 
 
 @gluon.jit
-def flash4_finish(o_desc, o_smem, o, scale, b, h, row, Lq):
-    """O/ℓ 经共享内存写回；scale = 1/ℓ。Epilogue of one query tile."""
+def flash4_finish(out, o, scale):
+    """O/ℓ 放进共享内存，TMA 看得见；scale = 1/ℓ。The finished O of one query tile, in shared memory."""
     M: gl.constexpr = o.shape[0]
     layout: gl.constexpr = tmem_reg_layout(gl.float32, [M, 64], TensorMemoryLayout([M, 64], col_stride=1), 4)
     scale = gl.convert_layout(scale, gl.SliceLayout(1, layout), assert_trivial=True)
     D: gl.constexpr = o.shape[1]
     for x in gl.static_range(D // 64):
         part = o.slice(x * 64, 64).load(layout) * scale[:, None]
-        o_smem.slice(x * 64, 64, dim=1).store(part.to(o_desc.dtype))
+        out.slice(x * 64, 64, dim=1).store(part.to(out.dtype))
     fence_async_shared()
-    if row < Lq:
-        tma_store(o_desc, [b, h, row, 0], o_smem)
 
-# %% ../nbs/06_flash4.ipynb #691f6bd4
+# %% ../nbs/06_flash4.ipynb #fd553b2f
 @gluon.jit
-def flash4_correct(o_desc, o_smem, tmem, bars, sizes, CAUSAL: gl.constexpr):
-    """重缩放与收尾的分区。The correction partition: rescales O when some row needs it, and the epilogue."""
+def flash4_correct(out_ring, tmem, bars, sizes, CAUSAL: gl.constexpr):
+    """重缩放的分区。The correction partition: rescales O when some row needs it, and hands O / l to the epilogue."""
     s, o = tmem
+    out, out_full, out_free = out_ring
     s_full, p_ready, p_rest, a_full, l_full, o_full, l_free = bars
     rows: gl.constexpr = gl.SliceLayout(1, tmem_reg_layout(gl.float32, [128, 64], TensorMemoryLayout([128, 64], col_stride=1), 4))
     Lq, Lk, shift, H, group, tiles, heads, section = sizes
@@ -370,16 +369,32 @@ def flash4_correct(o_desc, o_smem, tmem, bars, sizes, CAUSAL: gl.constexpr):
                     flash4_rescale(o.index(w), a)
                 mbarrier.arrive(p_ready.index(w), count=1)
             n += 1
-        tma.store_wait(0)                                          # 上一个任务的 O 写完了
         for w in gl.static_range(2):
             scale = flash4_receive(s.index(w), 1, l_full.index(w), r, rows)
             mbarrier.arrive(l_free.index(w), count=1)
             mbarrier.wait(o_full.index(w), r & 1)
-            flash4_finish(o_desc, o_smem.index(w), o.index(w), scale, b, h, row + w * 128, Lq)
+            mbarrier.wait(out_free.index(w), r & 1 ^ 1)            # 上一个任务的 O 已经读走
+            flash4_finish(out.index(w), o.index(w), scale)
+            mbarrier.arrive(out_full.index(w), count=1)
         r += 1
-    tma.store_wait(0)
 
-# %% ../nbs/06_flash4.ipynb #34e87606
+# %% ../nbs/06_flash4.ipynb #6e1902cb
+@gluon.jit
+def flash4_store(o_desc, out_ring, sizes, CAUSAL: gl.constexpr):
+    """收尾的分区：O 经 TMA 写回。The epilogue partition: TMA stores of O."""
+    Lq, Lk, shift, H, group, tiles, heads, section = sizes
+    r = 0                                                          # 任务的累计个数
+    for t in range(gl.program_id(0), heads * tiles, gl.num_programs(0)):
+        b, h, h_kv, row, blocks, full = flash4_tile(t, sizes, CAUSAL)
+        for w in gl.static_range(2):
+            flash3_wait(2 * r + w, out_ring)
+            if row + w * 128 < Lq:
+                tma_store(o_desc, [b, h, row + w * 128, 0], out_ring[0].index(w))
+            tma.store_wait(0)                                      # 读完了
+            flash3_release(2 * r + w, out_ring)
+        r += 1
+
+# %% ../nbs/06_flash4.ipynb #45b3af3f
 @gluon.jit
 def flash4_init(bars, COUNT: gl.constexpr):
     """初始化一排屏障。Initialise a row of barriers."""
@@ -403,7 +418,7 @@ def flash4_forward_kernel(
     layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     q = gl.allocate_shared_memory(dtype, [2, 128, D], layout)
     kv = gl.allocate_shared_memory(dtype, [STAGES, 128, D], layout)
-    o_smem = gl.allocate_shared_memory(dtype, [2, 128, D], layout)
+    out = gl.allocate_shared_memory(dtype, [2, 128, D], layout)
     s = allocate_tensor_memory(gl.float32, [2, 128, 128], TensorMemoryLayout([128, 128], col_stride=1))
     o = allocate_tensor_memory(gl.float32, [2, 128, D], TensorMemoryLayout([128, D], col_stride=1))
     q_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
@@ -417,6 +432,8 @@ def flash4_forward_kernel(
     l_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     o_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     l_free = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    out_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    out_free = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     flash4_init(q_full, 1)
     flash4_init(q_free, 1)
     flash4_init(kv_full, 1)
@@ -428,18 +445,22 @@ def flash4_forward_kernel(
     flash4_init(l_full, 1)
     flash4_init(o_full, 1)
     flash4_init(l_free, 1)
+    flash4_init(out_full, 1)
+    flash4_init(out_free, 1)
     fence_async_shared()                                           # 初始化对异步代理可见
     rings = ((q, q_full, q_free), (kv, kv_full, kv_free))
+    out_ring = (out, out_full, out_free)
     tmem = (s, o)
     bars = (s_full, p_ready, p_rest, a_full, l_full, o_full, l_free)
     sizes = (Lq, Lk, shift, H, group, tiles, heads, section)
     gl.warp_specialize([
-        (flash4_correct, (o_desc, o_smem, tmem, bars, sizes, CAUSAL)),
+        (flash4_correct, (out_ring, tmem, bars, sizes, CAUSAL)),
         (flash4_softmax, (lse_ptr, tmem, bars, c, sizes, 0, dtype, CAUSAL, EMULATE, TAU)),
         (flash4_softmax, (lse_ptr, tmem, bars, c, sizes, 1, dtype, CAUSAL, EMULATE, TAU)),
         (flash4_multiply, (rings, tmem, bars, sizes, CAUSAL)),
         (flash4_produce, ((q_desc, k_desc, v_desc), rings, sizes, CAUSAL)),
-    ], [4, 4, 1, 1], [192, 192, 32, 32])
+        (flash4_store, (o_desc, out_ring, sizes, CAUSAL)),
+    ], [4, 4, 1, 1, 1], [192, 192, 32, 32, 32])
 
 # %% ../nbs/06_flash4.ipynb #5794cc6c
 MIN_CAPABILITY = (10, 0)
@@ -659,6 +680,30 @@ def flash4_report(target: str = "sm_100a", constexprs: dict | None = None, *, dt
 
 aot.register("flash4_fwd", flash4_forward_kernel, compile=flash4_report, constexprs=dict(
     D=128, CAUSAL=True, STAGES=None, EMULATE=EMULATE, TAU=TAU))
+
+# %% ../nbs/06_flash4.ipynb #90caf799
+_HANDED = {"BAR.SYNC": "B", "SYNCS.PHASECHK": "W", "SYNCS.ARRIVE": "A", "FENCE.VIEW.ASYNC": "F", "STS.128": "S",
+           "UTMASTG": "T", "UTMACMDFLUSH": "C", "DEPBAR": "D"}
+
+
+def flash4_guards(report: aot.Report) -> dict[str, list[bool]]:
+    """交出 O 的每一处，SASS 里的次序对不对：{"out_full": correct 的两处, "out_free": store 的两处}。
+
+    For each hand-over of O between the correction and the epilogue partition, whether the disassembly has the right
+    order. out_full: wait for the last P V and for the buffer, write shared memory, proxy fence, barrier of the
+    partition's warps, arrive. out_free: wait, TMA store, commit, wait until it has read, arrive.
+    """
+    parts = [""]
+    for text in _LINE.findall(report.sass):
+        if _NREG.search(text): parts.append("")
+        text = re.sub(r"^@\S+\s+", "", text)
+        parts[-1] += "".join(x for op, x in _HANDED.items() if text.startswith(op))
+    correct = [p for p in parts if re.search("S{8}", p)]
+    store = [p for p in parts if "T" in p]
+    if len(correct) != 1 or len(store) != 1: return dict(out_full=[False], out_free=[False])
+    full = [re.fullmatch("WWS[SB]*FBA", x) for x in re.findall("W*S[^A]*A?", correct[0])]
+    free = [re.fullmatch("WT+CDA", x) for x in re.findall("W*T[^A]*A?", store[0])]
+    return dict(out_full=[x is not None for x in full], out_free=[x is not None for x in free])
 
 # %% ../nbs/06_flash4.ipynb #4798e745
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor

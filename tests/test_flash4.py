@@ -357,7 +357,7 @@ def issue_mutants():
     }
 
 
-# nbs/06_flash4.ipynb 单元 a0dcda61
+# nbs/06_flash4.ipynb 单元 9e61798c
 _READY = "    mbarrier.arrive(p_ready, count=1)                                          # 前 ¾\n"
 _THIRD = "    l = flash4_piece(b, p, 64, l, EMULATE)\n"
 _REST = "    l = flash4_piece(d, p, 96, l, 0)\n    mbarrier.arrive(p_rest, count=1)\n"
@@ -371,9 +371,7 @@ _OK_O = "                mbarrier.arrive(p_ready.index(w), count=1)\n"
 _GET_L = "            scale = flash4_receive(s.index(w), 1, l_full.index(w), r, rows)\n"
 _TAKEN = "            mbarrier.arrive(l_free.index(w), count=1)\n"
 _WAIT_O = "            mbarrier.wait(o_full.index(w), r & 1)\n"
-_FINISH = "            flash4_finish(o_desc, o_smem.index(w), o.index(w), scale, b, h, row + w * 128, Lq)\n"
-_FENCE = "    fence_async_shared()\n    if row < Lq:\n"
-_DRAIN = "        tma.store_wait(0)                                          # 上一个任务的 O 写完了\n"
+_FINISH = "            flash4_finish(out.index(w), o.index(w), scale)\n"
 
 
 def rows_mutants():
@@ -405,22 +403,57 @@ def rows_mutants():
         "没读 1/ℓ 就说读走了": (_GET_L + _TAKEN, _TAKEN + _GET_L),
         "不等最后的 PV": (_WAIT_O, ""),
         "只等 0 号最后的 PV": (_WAIT_O, _WAIT_O.replace("index(w)", "index(0)")),
-        "读 O 之前就放下一个任务": (_WAIT_O + _FINISH, "            mbarrier.arrive(p_ready.index(w), count=1)\n" + _WAIT_O + _FINISH),
-        "没有栅栏": (_FENCE, "    if row < Lq:\n"),
-        "不等上一次写回": (_DRAIN, ""),
-        "退出时不等写回": ("        r += 1\n    tma.store_wait(0)\n", "        r += 1\n"),
-        "末行之后也写 O": (_FENCE, _FENCE.replace("row < Lq", "True")),
-        "两个块共用一块缓冲": (_FINISH, _FINISH.replace("o_smem.index(w)", "o_smem.index(0)")),
+        "读 O 之前就放下一个任务": (_WAIT_O, "            mbarrier.arrive(p_ready.index(w), count=1)\n" + _WAIT_O),
         "LSE 不掩": (", mask=i < Lq)", ")"),
         "p_ready 只数一次": ("flash4_init(p_ready, 2)", "flash4_init(p_ready, 1)"),
         "p_rest 没有初始化": ("    flash4_init(p_rest, 1)\n", ""),
-        "初始化后没有栅栏，K 与 O 共用缓冲": ("o_smem = gl.allocate_shared_memory(dtype, [2, 128, D], layout)", "o_smem = kv"),
         "两个 0 号 softmax": ("sizes, 1, dtype", "sizes, 0, dtype"),
-        "没有 correct": ("(flash4_correct, (o_desc, o_smem, tmem, bars, sizes, CAUSAL)),", "(flash4_init, (s_full, 1)),"),
+        "没有 correct": ("(flash4_correct, (out_ring, tmem, bars, sizes, CAUSAL)),", "(flash4_init, (s_full, 1)),"),
     }
 
 
-def flash4_mutants(): return issue_mutants() | rows_mutants()
+# nbs/06_flash4.ipynb 单元 83ca6f4d
+_FENCE = "        out.slice(x * 64, 64, dim=1).store(part.to(out.dtype))\n    fence_async_shared()\n"
+_WAIT_OUT = "            mbarrier.wait(out_free.index(w), r & 1 ^ 1)            # 上一个任务的 O 已经读走\n"
+_GIVE_O = "            mbarrier.arrive(out_full.index(w), count=1)\n"
+_TAKE_O = "            flash3_wait(2 * r + w, out_ring)\n"
+_READ_O = "            tma.store_wait(0)                                      # 读完了\n"
+_BACK_O = "            flash3_release(2 * r + w, out_ring)\n"
+_PUT_O = ("            if row + w * 128 < Lq:\n"
+          "                tma_store(o_desc, [b, h, row + w * 128, 0], out_ring[0].index(w))\n")
+
+
+def store_mutants():
+    "交出 O 与写回：名字 → (原文, 改成)"
+    return {
+        "没有栅栏": (_FENCE, _FENCE.split("\n")[0] + "\n"),
+        "不等 O 读走": (_WAIT_OUT, ""),
+        "O 读走的奇偶反了": (_WAIT_OUT, _WAIT_OUT.replace(" ^ 1", "")),
+        "等对方的 O 读走": (_WAIT_OUT, _WAIT_OUT.replace("index(w)", "index(1 - w)")),
+        "写了 O 再等读走": (_WAIT_OUT + _FINISH, _FINISH + _WAIT_OUT),
+        "O 放好不说": (_GIVE_O, ""),
+        "O 放好说两次": (_GIVE_O, _GIVE_O.replace("count=1", "count=2")),
+        "没放好就说放好了": (_FINISH + _GIVE_O, _GIVE_O + _FINISH),
+        "两个块共用一块缓冲": (_FINISH, _FINISH.replace("out.index(w)", "out.index(0)")),
+        "O 放进对方的缓冲": (_FINISH, _FINISH.replace("out.index(w)", "out.index(1 - w)")),
+        "Q 与 O 共用缓冲": ("    out = gl.allocate_shared_memory(dtype, [2, 128, D], layout)\n", "    out = q\n"),
+        "不等 O 放好": (_TAKE_O, ""),
+        "O 放好的奇偶反了": (_TAKE_O, _TAKE_O.replace("2 * r + w", "2 * r + w + 2")),
+        "只等 0 号的 O": (_TAKE_O, _TAKE_O.replace("2 * r + w", "2 * r")),
+        "不等读完": (_READ_O, ""),
+        "少等一次写回": (_READ_O, _READ_O.replace("wait(0)", "wait(1)")),
+        "没读完就还": (_READ_O + _BACK_O, _BACK_O + _READ_O),
+        "写回之前就还": (_PUT_O + _READ_O + _BACK_O, _BACK_O + _PUT_O + _READ_O),
+        "不还 O 的缓冲": (_BACK_O, ""),
+        "O 的缓冲还两次": (_BACK_O, _BACK_O + _BACK_O),
+        "末行之后也写 O": ("row + w * 128 < Lq", "True"),
+        "out_full 没有初始化": ("    flash4_init(out_full, 1)\n", ""),
+        "out_free 数两次": ("flash4_init(out_free, 1)", "flash4_init(out_free, 2)"),
+        "没有 store": ("(flash4_store, (o_desc, out_ring, sizes, CAUSAL)),", "(flash4_init, (s_full, 1)),"),
+    }
+
+
+def flash4_mutants(): return issue_mutants() | rows_mutants() | store_mutants()
 
 
 @pytest.mark.parametrize("name", list(flash4_mutants()))
@@ -430,10 +463,10 @@ def test_mutation_is_caught_in_every_order(name):
 
 
 def test_mutation_suite_is_large():
-    assert len(flash4_mutants()) >= 60 and len(set(flash4_mutants().values())) == len(flash4_mutants())
+    assert len(flash4_mutants()) > 80 and len(set(flash4_mutants().values())) == len(flash4_mutants())
 
 
-# nbs/06_flash4.ipynb 单元 5fd42943
+# nbs/06_flash4.ipynb 单元 c832b64f
 def flash4_formula_mutants():
     return {
         "系数写错一列": (_SEND, _SEND.replace("s, 0,", "s, 1,")),
@@ -451,6 +484,9 @@ def flash4_formula_mutants():
         "V 从前往后搬": (_LAST_V, _LAST_V.replace("blocks - 1 - i", "i")),
         "V 的四分之一用两遍": ("v.slice(96, 32), o)", "v.slice(64, 32), o)"),
         "0 号的行算两遍": ("row += W * 128", "row += 0"),
+        "O 不除以 ℓ": (".load(layout) * scale[:, None]", ".load(layout)"),
+        "写两遍 0 号的 O": (_PUT_O, _PUT_O.replace("index(w)", "index(0)")),
+        "两个 O 写到同样的行": (_PUT_O, _PUT_O.replace("row + w * 128, 0", "row, 0")),
     }
 
 
@@ -469,7 +505,7 @@ def test_mutation_of_the_nan_rule_is_caught():
     assert not lost.isnan().all() and kept.isnan().all()
 
 
-# nbs/06_flash4.ipynb 单元 dc0bbed1
+# nbs/06_flash4.ipynb 单元 35f2c73f
 _TARGET = "sm_100a"
 
 
@@ -491,17 +527,34 @@ def test_machine_code(D, dtype, causal):
     assert all(p["used"] <= p["limit"] for p in parts)
     multiply, = (p for p in parts if p["mma"])
     produce, = (p for p in parts if p["load"])
-    correct, = (p for p in parts if p["store"])
+    store, = (p for p in parts if p["store"])
     softmax = [p for p in parts if p["ex2"]]
+    correct, = (p for p in parts if p["write"] and not p["ex2"])
+    assert len(parts) == 6 and [p["limit"] for p in (multiply, produce, store, correct, *softmax)] == [32] * 3 + [96] + [192] * 2
     assert multiply["mma"] == D // 16 + 8 and multiply["commit"] == 5 and multiply["ex2"] == multiply["read"] == 0
     assert produce["load"] == 6 * D // 64 and produce["mma"] == 0
-    assert correct["store"] == 2 and correct["write"] == 4 * D // 64 and correct["read"] == 8 * D // 64 + 4
+    assert store["store"] == 2 * D // 64 and store["read"] == store["write"] == store["load"] == 0
+    assert correct["write"] == 4 * D // 64 and correct["read"] == 8 * D // 64 + 4
     assert len(softmax) == 2 and all((p["ex2"], p["fma2"]) == (2 * (129 - 6 * EMULATE), 2 * (64 + 9 * EMULATE)) for p in softmax)
     assert r.ptx_count("setmaxnreg") >= 4
     written, read = columns(r.ptx)
     assert read == {64, 96, 112}                                       # P 的三段，从 S 的第 64 列起
     assert {("x32", 64), ("x16", 96), ("x16", 112), ("x1", 0)} <= written                  # 写在同样的地方；a 在第 0 列
     assert {c for _, c in written if c >= 256} == set(range(256, 256 + 2 * D, 32))         # 两个 O
+
+
+def test_o_is_handed_over_after_it_is_done():
+    "编译器在到达之前放了屏障；源码里换了次序，或者机器码里少一条，都看得出来"
+    r, good = flash4_report(_TARGET, dict(D=64)), dict(out_full=[True] * 2, out_free=[True] * 2)
+    assert flash4_guards(r) == good == flash4_guards(flash4_report(_TARGET, dtype=torch.bfloat16))
+    assert len(re.findall(r"bulk\.wait_group\.read\b(?:(?!arrive)[\s\S])*bar\.warp\.sync[\s\S]*?arrive", r.ptx)) == 2
+    early = machine.variant(flash4_forward_kernel, (_FINISH + _GIVE_O, _GIVE_O + _FINISH), (_READ_O + _BACK_O, _BACK_O + _READ_O))
+    wrong = flash4_guards(flash4_report(_TARGET, dict(D=64), kernel=early))
+    assert not any(wrong["out_full"] + wrong["out_free"])
+    begin = r.sass.index("USETMAXREG")
+    for name, op in (("out_full", "BAR.SYNC"), ("out_full", "FENCE.VIEW.ASYNC"), ("out_free", "DEPBAR"), ("out_free", "UTMACMDFLUSH")):
+        less = dataclasses.replace(r, sass=r.sass[:begin] + r.sass[begin:].replace(f" {op}", " NOP"))
+        assert flash4_guards(less) == good | {name: [False] * 2}
 
 
 def handed_over_early(report):
