@@ -6,9 +6,9 @@ __all__ = ['LOG2E', 'LN2', 'FLASH2_CUDA_TILES', 'FLASH2_CUDA_SCORES', 'FLASH2_CU
            'power', 'tile_scores', 'row_products', 'row_offsets', 'load_tile', 'store_tile', 'has_nan', 'isolate',
            'sequence', 'page_offsets', 'flash2_forward_kernel', 'flash2_delta_kernel', 'tile_gradient',
            'flash2_dkdv_kernel', 'flash2_dq_kernel', 'default_config', 'flash2_merge_kernel', 'flash2_forward',
-           'flash2_backward', 'flash2', 'gpu_cases', 'flash2_traffic', 'flash2_backward_traffic', 'flash2_cuda_macros',
-           'flash2_cuda_shared', 'flash2_cuda_forward', 'flash2_cuda', 'flash2_cuda_bound', 'flash2_cuda_gpu_cases',
-           'aot_signature', 'aot_report', 'main_loop', 'loop_report']
+           'flash2_backward', 'differentiable', 'flash2', 'gpu_cases', 'flash2_traffic', 'flash2_backward_traffic',
+           'flash2_cuda_macros', 'flash2_cuda_shared', 'flash2_cuda_forward', 'flash2_cuda', 'flash2_cuda_bound',
+           'flash2_cuda_gpu_cases', 'aot_signature', 'aot_report', 'main_loop', 'loop_report']
 
 # %% ../nbs/04_flash2.ipynb #b60b5dce
 import torch
@@ -735,15 +735,15 @@ def flash2_backward(do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Te
             **variant, **sizes, **config["dq"], tiles=tiles, DBIAS=dbias)
     return dq.to(dtype), dk, dv, ds
 
-# %% ../nbs/04_flash2.ipynb #9069ab73
-class _Flash2(torch.autograd.Function):
+# %% ../nbs/04_flash2.ipynb #73383e21
+class _Recomputed(torch.autograd.Function):
     """保存 q、k、v、o、L，不保存 P。Saves q, k, v, o and L: memory linear in N."""
 
     @staticmethod
-    def forward(ctx, q, k, v, options, backward_options):
-        o, lse = flash2_forward(q, k, v, **options)
+    def forward(ctx, q, k, v, forward, backward):
+        o, lse = forward(q, k, v)
         ctx.save_for_backward(q, k, v, o, lse)
-        ctx.options = {n: x for n, x in options.items() if n != "config"} | backward_options
+        ctx.gradients = backward
         ctx.set_materialize_grads(False)
         return o, lse
 
@@ -751,8 +751,15 @@ class _Flash2(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, do, dlse):
         q, k, v, o, lse = ctx.saved_tensors
-        dq, dk, dv, _ = flash2_backward(torch.zeros_like(o) if do is None else do, dlse, q, k, v, o, lse, **ctx.options)
-        return dq, dk, dv, None, None
+        return *ctx.gradients(torch.zeros_like(o) if do is None else do, dlse, q, k, v, o, lse), None, None
+
+
+def differentiable(q: Tensor, k: Tensor, v: Tensor, *, forward: Callable, backward: Callable) -> tuple[Tensor, Tensor]:
+    """由前向、反向两个函数得到可求导一次的 (o, L)，也可以对 L 求导。
+
+    forward(q, k, v) -> (o, lse); backward(do, dlse, q, k, v, o, lse) -> (dq, dk, dv), dlse None if lse is not used.
+    """
+    return _Recomputed.apply(q, k, v, forward, backward)
 
 
 def _blocks(blocks, where: str) -> dict | None:
@@ -784,8 +791,10 @@ def flash2(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: floa
         if not isinstance(flag, bool):
             raise TypeError(f"{where}: argument {name}: expected a bool, got {flag!r}")
     config = _blocks(blocks, where)
-    options = dict(scale=oracle.check_scale(scale, D, where=where), right=0 if causal else -1, config=config)
-    o, lse = _Flash2.apply(q, k, v, options, dict(atomic=atomic, configs=config and dict(dkdv=config, dq=config)))
+    options = dict(scale=oracle.check_scale(scale, D, where=where), right=0 if causal else -1)
+    configs = config and dict(dkdv=config, dq=config)
+    o, lse = differentiable(q, k, v, forward=lambda *x: flash2_forward(*x, **options, config=config),
+                            backward=lambda *x: flash2_backward(*x, **options, atomic=atomic, configs=configs)[:3])
     return (o, lse) if return_lse else o
 
 # %% ../nbs/04_flash2.ipynb #f1e33828

@@ -4,16 +4,16 @@
 __all__ = ['MIN_CAPABILITY', 'ONE_GENERATION', 'HEAD_DIMS', 'CPU_SCORES', 'E4M3_MAX', 'P_SHIFT', 'FP8_ACC', 'flash3_tile',
            'flash3_load', 'flash3_wait', 'flash3_release', 'flash3_produce', 'flash3_softmax', 'flash3_next_k',
            'flash3_wait_v', 'flash3_step', 'flash3_unit', 'flash3_first', 'flash3_rows', 'flash3_finish',
-           'flash3_consume', 'flash3_forward_kernel', 'flash3_launch', 'flash3_forward', 'flash3', 'flash3_bound',
-           'gpu_cases', 'Quantised', 'quantise', 'dequantise', 'attention_fp8', 'rotate_rows', 'hadamard_kernel',
-           'rotate_quantise_kernel', 'hadamard', 'rotate_quantise', 'flash3_fp8_launch', 'flash3_fp8',
-           'flash3_row_stats', 'flash3_dkdv_tile', 'flash3_dkdv_produce', 'flash3_probabilities', 'flash3_dkdv_step',
-           'flash3_put', 'flash3_dkdv_consume', 'flash3_dq_produce', 'flash3_dq_step', 'flash3_dq_consume',
-           'flash3_ring', 'flash3_dkdv_kernel', 'flash3_dq_kernel', 'flash3_backward_launch', 'flash3_backward',
-           'flash3_partitions', 'flash3_overlap', 'flash3_report', 'flash3_fp8_report', 'flash3_dkdv_report',
-           'flash3_dq_report']
+           'flash3_consume', 'flash3_forward_kernel', 'positive_scale', 'flash3_launch', 'flash3_forward',
+           'check_arguments', 'flash3', 'flash3_bound', 'gpu_cases', 'Quantised', 'quantise', 'dequantise',
+           'attention_fp8', 'rotate_rows', 'hadamard_kernel', 'rotate_quantise_kernel', 'hadamard', 'rotate_quantise',
+           'flash3_fp8_launch', 'flash3_fp8', 'flash3_row_stats', 'flash3_dkdv_tile', 'flash3_dkdv_produce',
+           'flash3_probabilities', 'flash3_dkdv_step', 'flash3_put', 'flash3_dkdv_consume', 'flash3_dq_produce',
+           'flash3_dq_step', 'flash3_dq_consume', 'flash3_ring', 'flash3_dkdv_kernel', 'flash3_dq_kernel',
+           'flash3_backward_launch', 'flash3_backward', 'flash3_partitions', 'flash3_overlap', 'flash3_report',
+           'flash3_fp8_report', 'flash3_dkdv_report', 'flash3_dq_report']
 
-# %% ../nbs/05_flash3.ipynb #095993a5
+# %% ../nbs/05_flash3.ipynb #ca646123
 import functools, math, re
 from typing import Callable, Iterator
 import torch
@@ -23,7 +23,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait)
 from . import aot, machine, oracle
-from .flash2 import flash2_backward
+from .flash2 import differentiable, flash2_backward
 from .machine import tma_load, tma_store
 
 # %% ../nbs/05_flash3.ipynb #15d9e02e
@@ -352,7 +352,7 @@ def flash3_forward_kernel(
             (flash3_produce, (descs, rings, sizes, CAUSAL, FP8)),
         ], [4, 1], [240, 24])
 
-# %% ../nbs/05_flash3.ipynb #1718c9e3
+# %% ../nbs/05_flash3.ipynb #8b2c63c4
 MIN_CAPABILITY = (9, 0)
 ONE_GENERATION = True                    # wgmma 只有 sm_90a 有
 HEAD_DIMS = (64, 128, 256)
@@ -365,6 +365,16 @@ def _for_tma(x: Tensor) -> Tensor:
     *outer, inner = x.stride()
     ok = inner == 1 and all(s > 0 and s * x.element_size() % 16 == 0 for s in outer) and x.data_ptr() % 16 == 0
     return x if ok else x.clone(memory_format=torch.contiguous_format)
+
+
+def positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:
+    """同样的 αq，而 α 是正的正规数：内核在没乘 α 的分数上取最大值，要靠它。
+
+    (q', scale') with the same scores and scale' > 0, not subnormal.
+    """
+    if abs(scale) < 2.0 ** -126:
+        return torch.zeros_like(q), 1.0
+    return (-q, -scale) if scale < 0 else (q, scale)
 
 
 def flash3_launch(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, *, scale: float, causal: bool,
@@ -383,53 +393,51 @@ def flash3_launch(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, *, sc
             Lq, Lk, H, H_kv, B * H)
     return args, config, 4 if consumers == 2 else 8, -(-Lq // 128) * B * H
 
-# %% ../nbs/05_flash3.ipynb #1b742d02
+# %% ../nbs/05_flash3.ipynb #0736aea0
 def flash3_forward(q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool = False, seed: int = 0,
                    programs: int | None = None, model: "machine.Model | None" = None,
                    kernel=None, **switches: int) -> tuple[Tensor, Tensor, "machine.Run | None"]:
     """启动前向内核，返回 (o, L, 机器的记录)；不检查输入，不可求导。
 
-    Launch on valid inputs: o like q, lse (B,H,Lq), and for CPU tensors what the machine did. seed, model: as in
-    machine.run; programs: size of the persistent grid, by default one per SM (CPU: at most 4); kernel replaces
-    flash3_forward_kernel, for experiments; switches as in flash3_launch.
+    Launch on valid inputs: o like q, lse (B,H,Lq), and for CPU tensors what the machine did. seed, model, programs: as
+    in machine.dispatch; kernel replaces flash3_forward_kernel, for experiments; switches as in flash3_launch.
     """
     o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.full(q.shape[:3], -torch.inf, dtype=torch.float32, device=q.device)
     if not (lse.numel() and k.shape[2]):                           # 没有行，或者没有键
         return o.zero_(), lse, None
-    if abs(scale) < 2.0 ** -126:                                   # c 要是正的正规数
-        q, scale = torch.zeros_like(q), 1.0
-    elif scale < 0:
-        q, scale = -q, -scale
+    q, scale = positive_scale(q, scale)
     args, config, num_warps, tasks = flash3_launch(*(_for_tma(x.detach()) for x in (q, k, v)), o, lse, scale=scale, causal=causal,
                                                    **switches)
-    kernel = kernel or flash3_forward_kernel
-    if not q.is_cuda:
-        grid = min(tasks, programs or 4)
-        run = machine.run(kernel, grid, args, config, seed=seed, model=model, num_warps=num_warps)
-        return o, lse, run
-    sms = torch.cuda.get_device_properties(q.device).multi_processor_count
-    with torch.cuda.device(q.device):
-        kernel[(min(tasks, programs or sms),)](*args, **config, num_warps=num_warps)
-    return o, lse, None
+    run = machine.dispatch(kernel or flash3_forward_kernel, tasks, args, config, device=q.device, programs=programs,
+                         num_warps=num_warps, seed=seed, model=model)
+    return o, lse, run
 
-# %% ../nbs/05_flash3.ipynb #fc84cb43
-class _Flash3(torch.autograd.Function):
-    """保存 q、k、v、o、L，不保存 P。Saves q, k, v, o and lse: memory linear in N."""
+# %% ../nbs/05_flash3.ipynb #c2217dee
+def check_arguments(where: str, q: Tensor, k: Tensor, v: Tensor, *, dims: tuple[int, ...], major: int, card: str,
+                    scale: float | None, **flags: bool) -> float:
+    """flash3 与 flash4 的参数检查，返回 α。
 
-    @staticmethod
-    def forward(ctx, q, k, v, options):
-        o, lse, _ = flash3_forward(q, k, v, **options)
-        ctx.save_for_backward(q, k, v, o, lse)
-        ctx.options = options
-        ctx.set_materialize_grads(False)
-        return o, lse
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, do, dlse):
-        q, k, v, o, lse = ctx.saved_tensors
-        return *flash3_backward(torch.zeros_like(o) if do is None else do, dlse, q, k, v, o, lse, **ctx.options), None
+    Checks for a kernel of one generation of GPUs: head dimensions dims, compute capability major.x, named by card.
+    Returns the scale. Raises ValueError / TypeError naming the argument.
+    """
+    B, H, _, Lq, Lk, D, Dv = oracle.check_qkv(q, k, v, where=where, dtypes=(torch.float16, torch.bfloat16))
+    for name, size in (("q", D), ("v", Dv)):
+        if size not in dims or size != D:
+            raise ValueError(f"{where}: argument {name}: expected one head dimension of {', '.join(map(str, dims[:-1]))} or "
+                             f"{dims[-1]}, got {size}; attn_book.flash2.flash2 takes any up to 256")
+    for name, flag in flags.items():
+        if not isinstance(flag, bool):
+            raise TypeError(f"{where}: argument {name}: expected a bool, got {flag!r}")
+    if q.is_cuda and torch.cuda.get_device_capability(q.device)[0] != major:
+        raise ValueError(f"{where}: argument q: expected {card}, got {torch.cuda.get_device_name(q.device)}; "
+                         "use attn_book.flash2.flash2")
+    if q.device.type not in ("cpu", "cuda"):
+        raise ValueError(f"{where}: argument q: expected a CPU or CUDA tensor, got one on {q.device}")
+    if not q.is_cuda and B * H * Lq * Lk > CPU_SCORES:
+        raise ValueError(f"{where}: argument q: on the CPU the kernel is simulated: expected at most {CPU_SCORES} scores "
+                         f"B*H*Lq*Lk, got {B * H * Lq * Lk}; use attn_book.flash2.flash2")
+    return oracle.check_scale(scale, D, where=where)
 
 
 def flash3(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None,
@@ -445,24 +453,11 @@ def flash3(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: floa
     not see it, since 0 * NaN is NaN; in the backward a NaN or inf in any of q, k, v, do reaches the
     gradients of all rows and keys of the blocks that hold it. Raises ValueError / TypeError naming the argument.
     """
-    where = "flash3"
-    B, H, _, Lq, Lk, D, Dv = oracle.check_qkv(q, k, v, where=where, dtypes=(torch.float16, torch.bfloat16))
-    for name, size in (("q", D), ("v", Dv)):
-        if size not in HEAD_DIMS or size != D:
-            raise ValueError(f"{where}: argument {name}: expected one head dimension of 64, 128 or 256, got {size}; "
-                             "attn_book.flash2.flash2 takes any up to 256")
-    for name, flag in (("causal", causal), ("return_lse", return_lse)):
-        if not isinstance(flag, bool):
-            raise TypeError(f"{where}: argument {name}: expected a bool, got {flag!r}")
-    if q.is_cuda and torch.cuda.get_device_capability(q.device)[0] != 9:
-        raise ValueError(f"{where}: argument q: expected a Hopper card (compute capability 9.0; wgmma exists nowhere "
-                         f"else), got {torch.cuda.get_device_name(q.device)}; use attn_book.flash2.flash2")
-    if q.device.type not in ("cpu", "cuda"):
-        raise ValueError(f"{where}: argument q: expected a CPU or CUDA tensor, got one on {q.device}")
-    if not q.is_cuda and B * H * Lq * Lk > CPU_SCORES:
-        raise ValueError(f"{where}: argument q: on the CPU the kernel is simulated: expected at most {CPU_SCORES} scores "
-                         f"B*H*Lq*Lk, got {B * H * Lq * Lk}; use attn_book.flash2.flash2")
-    o, lse = _Flash3.apply(q, k, v, dict(scale=oracle.check_scale(scale, D, where=where), causal=causal))
+    options = dict(causal=causal, scale=check_arguments(
+        "flash3", q, k, v, dims=HEAD_DIMS, major=9, card="a Hopper card (compute capability 9.0; wgmma exists nowhere else)",
+        scale=scale, causal=causal, return_lse=return_lse))
+    o, lse = differentiable(q, k, v, forward=lambda *x: flash3_forward(*x, **options)[:2],
+                            backward=lambda *x: flash3_backward(*x, **options))
     return (o, lse) if return_lse else o
 
 # %% ../nbs/05_flash3.ipynb #839cc088
@@ -689,7 +684,7 @@ aot.register("fa3_hadamard", hadamard_kernel, num_warps=8,
              signature=dict(x_ptr="*fp16", sign_ptr="*fp32", y_ptr="*fp16", N="i32", H="i32", **_STRIDES),
              constexprs=dict(BLOCK=32, D=128, LOG=7))
 
-# %% ../nbs/05_flash3.ipynb #5a6b35f2
+# %% ../nbs/05_flash3.ipynb #ba7d9494
 def flash3_fp8_launch(q: Quantised, k: Quantised, v: Quantised, o: Tensor, lse: Tensor, *, scale: float,
                       causal: bool) -> tuple[tuple, dict, int]:
     """FP8 前向的 (实参, 编译期常数, 任务数)：运行与编译共用。
@@ -736,11 +731,7 @@ def flash3_fp8(q: Quantised, k: Quantised, v: Quantised, *, causal: bool = False
     if not alpha > 0: raise ValueError(f"{where}: argument scale: expected a positive number, got {scale}")
     if not (o.numel() and Lk): return o, lse
     args, config, tasks = flash3_fp8_launch(q, k, v, o, lse, scale=alpha, causal=causal)
-    if o.is_cuda:
-        sms = torch.cuda.get_device_properties(o.device).multi_processor_count
-        with torch.cuda.device(o.device):
-            flash3_forward_kernel[(min(tasks, sms),)](*args, **config, num_warps=4)
-    else: machine.run(flash3_forward_kernel, min(tasks, 4), args, config, seed=seed)
+    machine.dispatch(flash3_forward_kernel, tasks, args, config, device=o.device, seed=seed)
     return o, lse
 
 # %% ../nbs/05_flash3.ipynb #73092a47
@@ -1057,7 +1048,7 @@ def flash3_dq_kernel(
         (flash3_dq_produce, (descs, rings, sizes, CAUSAL)),
     ], [4, 1], [240, 24])
 
-# %% ../nbs/05_flash3.ipynb #3a528add
+# %% ../nbs/05_flash3.ipynb #63b18982
 _DQ_BLOCK_N = {64: 128, 128: 128}
 
 
@@ -1101,12 +1092,7 @@ def flash3_backward(do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Te
     launches = flash3_backward_launch(do, q, k, v, stats, dq, dk, dv, scale=scale, causal=causal, **switches)
     for name, (args, config, tasks) in launches.items():
         kernel = (kernels or {}).get(name) or dict(dkdv=flash3_dkdv_kernel, dq=flash3_dq_kernel)[name]
-        if not q.is_cuda:
-            machine.run(kernel, min(tasks, programs or 4), args, config, seed=seed)
-            continue
-        sms = torch.cuda.get_device_properties(q.device).multi_processor_count
-        with torch.cuda.device(q.device):
-            kernel[(min(tasks, programs or sms),)](*args, **config, num_warps=4)
+        machine.dispatch(kernel, tasks, args, config, device=q.device, programs=programs, seed=seed)
     return dq, dk, dv
 
 # %% ../nbs/05_flash3.ipynb #423cdcba

@@ -3,9 +3,10 @@
 # %% auto #0
 __all__ = ['KINDS', 'tma_load', 'tma_store', 'partition_barrier', 'Site', 'Fault', 'Tensor', 'Global', 'Pointer',
            'tma_reduce_add', 'tmem_as', 'tmem_reg_layout', 'Async', 'Partition', 'Residents', 'Block', 'Step', 'Run',
-           'run', 'descriptor', 'add_f32x2', 'add_rm_f32x2', 'sub_f32x2', 'mul_f32x2', 'fma_f32x2', 'Access',
-           'Allocation', 'View', 'Barrier', 'Barriers', 'Descriptor', 'variant', 'Exploration', 'explore', 'Span',
-           'Model', 'model', 'clocks', 'busy', 'critical_path', 'timeline_svg', 'compile_report']
+           'run', 'dispatch', 'verdict', 'verdicts', 'descriptor', 'add_f32x2', 'add_rm_f32x2', 'sub_f32x2',
+           'mul_f32x2', 'fma_f32x2', 'Access', 'Allocation', 'View', 'Barrier', 'Barriers', 'Descriptor', 'variant',
+           'Exploration', 'explore', 'Span', 'Model', 'model', 'clocks', 'busy', 'critical_path', 'timeline_svg',
+           'compile_report']
 
 # %% ../nbs/j_machine.ipynb #d698b900
 import inspect, linecache, math, random, re, sys, threading, types
@@ -761,7 +762,7 @@ def _check_launch(kernel, grid) -> tuple:
         raise ValueError(f"grid：要有 1 到 3 个正整数，得到 {grid}（expected 1 to 3 positive integers）")
     return grid + (1,) * (3 - len(grid))
 
-# %% ../nbs/j_machine.ipynb #6218dc5b
+# %% ../nbs/j_machine.ipynb #2ea3def7
 def run(kernel, grid, args: Sequence, constexprs: dict | None = None, *, seed: int | Callable = 0,
         model: "Model | None" = None, num_warps: int = 4, num_ctas: int = 1, resident: int = 1) -> Run:
     """在 CPU 上运行一个 Gluon 内核，查出同步错误。
@@ -784,6 +785,31 @@ def run(kernel, grid, args: Sequence, constexprs: dict | None = None, *, seed: i
         if resident == 1: _run_blocks(out.blocks[-1:], kernel, named, shared, num_warps)
     if resident > 1: _run_blocks(out.blocks, kernel, named, shared, num_warps, resident)
     return out
+
+
+def dispatch(kernel, tasks: int, args: Sequence, constexprs: dict, *, device: torch.device, programs: int | None = None,
+             num_warps: int = 4, **how) -> Run | None:
+    """按设备启动一个常驻的内核：CPU 上由机器运行，返回记录；显卡上每个 SM 一个程序。
+    Launch a persistent kernel for ``tasks`` tasks on ``device``, args etc. as in run. programs: size of the grid, by
+    default one per SM, on the CPU at most 2; never more than tasks. how: seed, model, resident of run, CPU only."""
+    if device.type != "cuda":
+        return run(kernel, min(tasks, programs or 2), args, constexprs, num_warps=num_warps, **how)
+    sms = torch.cuda.get_device_properties(device).multi_processor_count
+    with torch.cuda.device(device):
+        kernel[(min(tasks, programs or sms),)](*args, **constexprs, num_warps=num_warps)
+
+
+def verdict(simulate: Callable[[], Any]) -> str:
+    """simulate() 里查出的错误的种类；没有查出，就是它自己返回的话，缺省“没有报错”。
+    The kind of the Fault that simulate() raises; else the str it returns, else "没有报错"."""
+    try: said = simulate()
+    except Fault as fault: return fault.kind
+    return said if isinstance(said, str) else "没有报错"
+
+def verdicts(kernel, args: Sequence, seeds: int = 12, grid=(1,)) -> Counter:
+    """换 seeds 种次序各运行一次，数出每种结论出现几次。How often each verdict is reached, by its Chinese name."""
+    found = [verdict(lambda: run(kernel, grid, args, seed=seed)) for seed in range(seeds)]
+    return Counter(KINDS[kind][0] if kind in KINDS else kind for kind in found)
 
 # %% ../nbs/j_machine.ipynb #5e376a20
 def descriptor(tensor: torch.Tensor, block_shape: Sequence[int],

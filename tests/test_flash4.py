@@ -287,7 +287,7 @@ def test_all_interleavings_are_equivalent(problem):
     assert seen.interleavings > 10 ** 20
 
 
-# nbs/06_flash4.ipynb 单元 1555219c
+# nbs/06_flash4.ipynb 单元 be5fae56
 def run_flash4_mutant(*changes, seed=0):
     "改过的内核运行一次；没有报错就返回误差与界之比"
     q, k, v = flash4_inputs((1, 1, 1, 300, 310, 64), size=6.0)
@@ -299,9 +299,7 @@ def run_flash4_mutant(*changes, seed=0):
 
 def flash4_verdict(*changes, seed=0):
     "报告的种类，或者“没有报错”"
-    try: run_flash4_mutant(*changes, seed=seed)
-    except machine.Fault as fault: return fault.kind
-    return "没有报错"
+    return machine.verdict(lambda: run_flash4_mutant(*changes, seed=seed))
 
 
 def test_mutation_none_is_never_flagged():
@@ -841,7 +839,7 @@ def test_flash4_backward_is_registered():
         flash4_backward_report(constexprs=dict(D=256))
 
 
-# nbs/06_flash4.ipynb 单元 8e4635dd
+# nbs/06_flash4.ipynb 单元 e38386af
 @functools.cache
 def flash4_backward_case(causal=True):
     "一个小问题，各种错误共用：两个键块，两个头，三个行块"
@@ -859,12 +857,13 @@ def flash4_backward_verdict(*changes, seed=0, deterministic=False, causal=True, 
     args, config, programs = flash4_backward_launch(do, q, k, v, stats, dq, dk, dv, scale=scale, causal=causal,
                                                     deterministic=deterministic)
     kernel = machine.variant(flash4_backward_kernel, *changes) if changes else flash4_backward_kernel
-    try:
+
+    def simulate():
         with np.errstate(all="ignore"):
             seen = machine.run(kernel, programs, args, config | dict(DO_STAGES=1), seed=seed, num_warps=8, resident=resident)
-    except machine.Fault as fault: return fault.kind
-    if max(oracle.ratio(*x) for x in zip(((dq * scale).half(), dk, dv), exact, bound)) > 1: return "误差"
-    return "次序不定" if deterministic and seen.unordered else "没有报错"
+        if max(oracle.ratio(*x) for x in zip(((dq * scale).half(), dk, dv), exact, bound)) > 1: return "误差"
+        return "次序不定" if deterministic and seen.unordered else None
+    return machine.verdict(simulate)
 
 
 def mutants_of_the_mma_warp():

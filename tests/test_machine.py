@@ -2,8 +2,8 @@
 from attn_book.machine import *
 import pytest
 
-# nbs/j_machine.ipynb 单元 22ca699a
-import math
+# nbs/j_machine.ipynb 单元 add2d94f
+import contextlib, math, types
 import numpy as np
 import pytest
 import torch
@@ -34,7 +34,7 @@ def test_bitcast_moves_bits_not_values():
     assert (one + (1 << 23)).to(gl.float32, bitcast=True).data.tolist() == [2.0, -4.0]
 
 
-# nbs/j_machine.ipynb 单元 8aa57d59
+# nbs/j_machine.ipynb 单元 20ed4006
 @gluon.jit
 def axpy(x_ptr, y_ptr, n, STEP: gl.constexpr, BLOCK: gl.constexpr):
     i = gl.program_id(0) * STEP + gl.arange(0, BLOCK, gl.BlockedLayout([1], [32], [4], [0]))
@@ -76,6 +76,26 @@ def test_atomics_may_meet():
     assert torch.equal(y, torch.full((32,), 5.0))
     assert _fault(count, (5,), (y, False)).kind == "race"
     with pytest.raises(NotImplementedError, match="histogram"): run(_unknown, (1,), ())
+
+def test_verdicts():
+    y = torch.zeros(32)
+    assert verdict(lambda: run(count, (5,), (y, False))) == "race" and verdict(lambda: run(count, (5,), (y, True))) == "没有报错"
+    assert verdict(lambda: "误差") == "误差"
+    assert verdicts(count, (y, True), 3, (2,)) == {"没有报错": 3} and verdicts(count, (y, False), 3, (2,)) == {"分区之间的竞争": 3}
+
+def test_dispatch_by_device(monkeypatch):
+    y = torch.zeros(32)
+    for tasks, programs, grid in ((5, None, 2), (1, None, 1), (5, 4, 4), (3, 9, 3)):
+        assert len(dispatch(count, tasks, (y,), dict(ATOMIC=True), device=y.device, programs=programs, seed=1).blocks) == grid
+    card, inside, seen = torch.device("cuda", 0), [], []
+    class Compiled:
+        "代替编译好的内核：记下网格与实参"
+        def __getitem__(self, grid): return lambda *args, **named: seen.append((grid, args, named, list(inside)))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: types.SimpleNamespace(multi_processor_count=132))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext(inside.append(device)))
+    for tasks, programs, grid in ((500, None, 132), (7, None, 7), (500, 20, 20)):
+        assert dispatch(Compiled(), tasks, (1, 2), dict(D=64), device=card, programs=programs, num_warps=8, seed=3) is None
+        assert seen.pop() == ((grid,), (1, 2), dict(D=64, num_warps=8), [card]) and inside.pop() == card
 
 @gluon.jit
 def _unknown():
