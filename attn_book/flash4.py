@@ -507,19 +507,20 @@ def flash4_forward(q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: boo
                            seed=seed, model=model)
     return o, lse, run
 
-# %% ../nbs/06_flash4.ipynb #587f3705
+# %% ../nbs/06_flash4.ipynb #5576b73c
 def flash4(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None,
            return_lse: bool = False, deterministic: bool = False) -> Tensor | tuple[Tensor, Tensor]:
     """FlashAttention-4：Blackwell 上的精确注意力，可求导；CPU 张量由异步机器执行。
 
-    Exact attention as in FlashAttention-4 (arXiv:2603.05451) for compute capability 10.x.
-    q (B,H,Lq,D), k and v (B,H_kv,Lk,D), fp16 or bf16, D = 64 or 128, H a multiple of H_kv, any strides and
-    lengths (zero included). scale: 1/sqrt(D) by default. causal: query i sees keys j <= i + Lk - Lq. Differentiable
-    once, also through lse; dQ is bit-for-bit reproducible with deterministic=True (slower), the rest always. CPU tensors
-    run on attn_book.machine, at most 2**22 scores B*H*Lq*Lk. Returns o (B,H,Lq,D) in q's dtype, with return_lse also lse (B,H,Lq), fp32, natural logarithm. A row
-    that sees no key: o = 0, lse = -inf. With causal a NaN or inf in v also reaches rows of the same block that do
-    not see it, since 0 * NaN is NaN. In the backward a NaN or inf in any of q, k, v, do reaches the
-    gradients of all rows and keys of the blocks that hold it, seen or not. Raises ValueError / TypeError naming the argument.
+    Exact attention as in FlashAttention-4 (arXiv:2603.05451) for compute capability 10.x. q (B,H,Lq,D), k and v
+    (B,H_kv,Lk,D), fp16 or bf16, D = 64 or 128, H a multiple of H_kv, any strides and lengths (zero included). scale:
+    1/sqrt(D) by default. causal: query i sees keys j <= i + Lk - Lq. Differentiable once, also through lse; dQ is
+    bit-for-bit reproducible with deterministic=True (slower), the rest always. CPU tensors run on attn_book.machine,
+    at most 2**22 scores B*H*Lq*Lk. Returns o (B,H,Lq,D) in q's dtype, with return_lse also lse (B,H,Lq), fp32,
+    natural logarithm. A row that sees no key: o = 0, lse = -inf. With causal a NaN or inf in v also reaches rows of
+    the same block that do not see it, since 0 * NaN is NaN. In the backward a NaN or inf in any of q, k, v, do
+    reaches the gradients of all rows and keys of the blocks that hold it, seen or not. Raises ValueError / TypeError
+    naming the argument.
     """
     options = dict(causal=causal, scale=check_arguments(
         "flash4", q, k, v, dims=HEAD_DIMS, major=10, scale=scale, causal=causal, return_lse=return_lse, deterministic=deterministic,
