@@ -62,16 +62,17 @@ def seen_span(first, last, off, left, right, L, LEFT: tl.constexpr, RIGHT: tl.co
     full_hi = tl.maximum(full_hi // BLOCK * BLOCK, full_lo)
     return lo, tl.maximum(full_lo, lo), full_hi, hi
 
-# %% ../nbs/04_flash2.ipynb #e28a7e41
+# %% ../nbs/04_flash2.ipynb #2fc65bf9
 LOG2E = tl.constexpr(1.4426950408889634)  # 1 / ln 2
 LN2 = tl.constexpr(0.6931471805599453)
 
 
 @kernel
 def power(x, PLAIN: tl.constexpr, dtype: tl.constexpr):
-    """PLAIN：2^x，式 (fa2-exp2)；否则 e^x，16 位的输入用两条指令的那种。
+    """PLAIN：2^x，式 (fa2-exp2)；否则 e^x。
 
-    2**x with PLAIN, else e**x: for fp32 inputs as exact as the device offers, else 2**(x log2 e).
+    2**x with PLAIN, else e**x. A GPU computes e**x as 2**(x log2 e) with a rounded product; on the CPU it is exact to
+    an ulp for fp32 inputs.
     """
     if PLAIN:
         return tl.math.exp2(x)
@@ -120,22 +121,22 @@ def tile_scores(
         x = tl.where(seen, x, float("-inf"))
     return x, seen, t
 
-# %% ../nbs/04_flash2.ipynb #044bdb8e
+# %% ../nbs/04_flash2.ipynb #8d627897
 @kernel
 def row_products(a, b):
-    """a bᵀ；fp32 每 16 列一段，段与段再相加。
+    """a bᵀ；fp32 每 32 列一段，段与段再相加。
 
-    Inner products of the rows of a (M, K) and b (N, K): one tl.dot for 16-bit tiles, and for fp32 segments of 16
-    columns, summed after: at most 16 + K / 16 roundings of a term instead of K, and fewer registers on a GPU.
+    Inner products of the rows of a (M, K) and b (N, K): one tl.dot for 16-bit tiles, and for fp32 segments of 32
+    columns, summed after: at most 32 + K / 32 roundings of a term instead of K, and fewer registers on a GPU.
     """
     M: tl.constexpr = a.shape[0]
     N: tl.constexpr = b.shape[0]
-    PARTS: tl.constexpr = a.shape[1] // 16
-    if a.dtype != tl.float32 or PARTS == 1:
+    PARTS: tl.constexpr = a.shape[1] // 32
+    if a.dtype != tl.float32 or PARTS <= 1:
         return tl.dot(a, tl.trans(b), input_precision="ieee")
     else:
-        a = tl.permute(tl.reshape(a, (M, PARTS, 16)), (1, 0, 2))
-        b = tl.permute(tl.reshape(b, (N, PARTS, 16)), (1, 2, 0))
+        a = tl.permute(tl.reshape(a, (M, PARTS, 32)), (1, 0, 2))
+        b = tl.permute(tl.reshape(b, (N, PARTS, 32)), (1, 2, 0))
         return tl.sum(tl.dot(a, b, input_precision="ieee"), 0)
 
 # %% ../nbs/04_flash2.ipynb #c3d0730a
@@ -544,7 +545,7 @@ def flash2_dq_kernel(
         store_tile(dq_ptr + b * stride_dqb + h * stride_dqh, (q_begin + rows) * stride_dqm,
                    ok, dq * scale, D, BLOCK_D)
 
-# %% ../nbs/04_flash2.ipynb #4c40a59d
+# %% ../nbs/04_flash2.ipynb #23e4302e
 def _width(n: int) -> int:
     return max(16, triton.next_power_of_2(n))
 
@@ -561,15 +562,16 @@ _TILES: dict[tuple[str, int], tuple] = {       # (内核, 架构代) → 头宽 
     ("dq", 10): ((128, 128, 8, 2), (128, 64, 8, 2), (128, 64, 8, 1)),
     ("forward", 0): ((32, 32, 8, 1), (16, 32, 8, 1), (16, 16, 8, 1)),          # 0：fp32，在 CUDA 核心上算
     ("dkdv", 0): ((32, 32, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1)),
-    ("dq", 0): ((32, 32, 8, 1), (16, 32, 8, 1), (16, 16, 8, 1))}
+    ("dq", 0): ((32, 16, 8, 1), (16, 32, 8, 1), (16, 16, 8, 1))}
 
 
 def default_config(kind: str, D: int, Dv: int, dtype: torch.dtype, capability: tuple[int, int] | None) -> dict[str, int]:
     """缺省的块大小与启动选项；capability 为 None 表示 CPU。
 
-    BLOCK_M, BLOCK_N, num_warps, num_stages for kind "forward", "dkdv" or "dq". On the architectures of aot.TARGETS
-    none spills, see test_default_configs_do_not_spill. Architectures with little shared memory and none of wgmma
-    and tcgen05 (sm_86, sm_89, sm_120) take those of sm_80.
+    BLOCK_M, BLOCK_N, num_warps, num_stages for kind "forward", "dkdv" or "dq". Without switches
+    they do not spill on the architectures of aot.TARGETS, except "dkdv" for fp32 beyond D = 128 (a few registers), see
+    test_default_configs_do_not_spill. Architectures with little shared memory and none of wgmma and tcgen05 (sm_86,
+    sm_89, sm_120) take those of sm_80.
     """
     if capability is None:
         summed = {"dkdv": "BLOCK_M", "dq": "BLOCK_N"}.get(kind) if dtype.itemsize > 2 else None

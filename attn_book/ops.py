@@ -381,7 +381,7 @@ def _dense(q, k, v, bias, slopes, scale, left, right, softcap) -> tuple[Tensor, 
         bias = line if bias is None else bias + line
     return _Oracle.apply(q, k, v, bias, dict(scale=scale, window=(left, right), softcap=softcap, mask=mask))
 
-# %% ../nbs/i_ops.ipynb #bfc02b02
+# %% ../nbs/i_ops.ipynb #fc8837c4
 def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None,
               window: tuple[int, int] | None = None, softcap: float | None = None, bias: Tensor | None = None,
               alibi: Tensor | None = None, dropout_p: float = 0.0, return_lse: bool = False,
@@ -396,8 +396,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: f
     Query i stands at key position i + Lk - Lq. causal: keys after it are hidden. window (left, right): keys further
     than that on either side are hidden, -1 unlimited. scale: 1/sqrt(D) by default. softcap c > 0: s = c tanh(s / c), with
     an error of up to 2**-21 c.
-    bias: broadcasts to (B, H, Lq, Lk); floating: added (-inf hides, and so does anything
-    below -2.3e38), bool: True = visible. Its gradient needs B*H*Lq*Lk fp32 numbers. alibi: slopes (H,) or (B, H); adds -slope |i + Lk - Lq - j|, no gradient.
+    bias: broadcasts to (B, H, Lq, Lk); floating: added (-inf hides), bool: True = visible. Its gradient
+    needs B*H*Lq*Lk fp32 numbers. alibi: slopes (H,) or (B, H); adds -slope |i + Lk - Lq - j|, no gradient.
     dropout_p in [0, 1): drops elements of P after the softmax, seeded by torch's generator of the device.
     backend: "auto" and "flash2": the FlashAttention-2 kernels, which run on every card. "flash3" (Hopper) and "flash4"
     (Blackwell): the kernels of those chapters, for fp16 and bf16 without window, softcap, bias, alibi and dropout,

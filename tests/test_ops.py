@@ -108,11 +108,12 @@ def test_attention_meets_the_oracle(data):
     assert worst(*tensors, dlse, **flags) <= 1
 
 
-# nbs/i_ops.ipynb 单元 af14edbd
+# nbs/i_ops.ipynb 单元 ce3932eb
 import pytest
 
 @pytest.mark.parametrize("shape", [(2, 4, 17, 40), (4, 1, 40), (1, 1, 1, 40), (17, 1)])
 def test_bias_gradient(shape):
+    "dBias 是 dS 在广播的维度上求和"
     q, k, v, do = given(2, 4, 2, 17, 40)
     bias, dlse = torch.randn(shape, requires_grad=True), torch.randn(2, 4, 17)
     o, lse = attention(q, k, v, bias=bias, causal=True, return_lse=True)
@@ -125,6 +126,16 @@ def test_bias_gradient(shape):
     ds, e, _ = oracle._score_gradient_error(f, do.double(), dlse, model, *oracle._forward_bound(f, model))
     bound = (e + oracle.gamma(2 * 4 * 17 * 40, oracle.FP32) * (ds.abs() + e)).sum_to_size(shape)
     assert oracle.ratio(got, exact, bound) <= 1
+
+
+# nbs/i_ops.ipynb 单元 35aca7a3
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_a_very_negative_bias_is_not_a_mask(dtype):
+    "接近 fp32 的下限也是有限的数：整行都是它，就是各值的平均，与 PyTorch 相同"
+    q, k, v, do = given(1, 1, 1, 3, 5, 16, 16, dtype)
+    o, lse = attention(q, k, v, bias=torch.full((1, 1, 1, 5), -3e38), return_lse=True)
+    oracle.assert_within(o, v.double().mean(2, keepdim=True).expand_as(o), 2.0 ** -7 * v.double().abs().amax(2, keepdim=True))
+    assert (lse + 3e38).abs().max() <= 2.0 ** -22 * 3e38
 
 
 # nbs/i_ops.ipynb 单元 9636164a

