@@ -2,9 +2,10 @@
 
 # %% auto #0
 __all__ = ['LAYOUTS', 'merge_steps', 'Event', 'Pending', 'Comm', 'TorchComm', 'Stopped', 'LocalComm', 'run_ranks', 'positions',
-           'shard', 'unshard', 'visible_part', 'ring_forward', 'block_backward', 'ring_backward', 'allgather_forward',
-           'allgather_backward', 'ring_attention', 'allgather_attention', 'ulysses_attention', 'cp_share', 'run_local',
-           'case_share', 'cp_traffic', 'check_group', 'main', 'gpu_cases']
+           'shard', 'in_order', 'unshard', 'visible_part', 'small_exp', 'cp_merge_kernel', 'merge_into', 'ring_forward',
+           'block_backward', 'ring_backward', 'allgather_forward', 'allgather_backward', 'ring_attention',
+           'allgather_attention', 'ulysses_attention', 'cp_share', 'run_local', 'case_share', 'cp_traffic',
+           'check_group', 'main', 'gpu_cases']
 
 # %% ../nbs/07_context_parallel.ipynb #8d44b042
 import math
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 from . import oracle
 
-# %% ../nbs/07_context_parallel.ipynb #01b95b45
+# %% ../nbs/07_context_parallel.ipynb #05e973eb
 def merge_steps(q: Tensor, k: Tensor, parts: int, *, scale: float | None = None) -> int:
     """合并 parts 份 fp32 的部分结果，误差折算成多走几块键，式 (cp-merge-error)。
 
@@ -22,15 +23,22 @@ def merge_steps(q: Tensor, k: Tensor, parts: int, *, scale: float | None = None)
     if parts < 2 or not q.numel() or not k.numel():
         return 0
     size = float(oracle.scores(q, k, scale=scale).abs().max()) + math.log(k.shape[2])
+    if not math.isfinite(size):
+        raise ValueError("merge_steps: arguments q, k: expected finite scores, got NaN or inf")
     return math.ceil(parts * (size / 2 + 2) + 4 / 3 * (size + 1))
 
-# %% ../nbs/07_context_parallel.ipynb #b3281203
+# %% ../nbs/07_context_parallel.ipynb #1a1abeb7
 import functools, itertools, json, os, queue, subprocess, sys, threading, time
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import Callable, Iterator, NamedTuple
 import torch.distributed as dist
-from .flash2 import default_config, differentiable, flash2, flash2_backward, flash2_forward, merge_lse
+import triton
+import triton.language as tl
+from . import aot
+from .flash2 import (LOG2E, default_config, differentiable, flash2, flash2_backward,
+                              flash2_forward, load_tile, store_tile)
+from .launch import kernel
 
 # %% ../nbs/07_context_parallel.ipynb #9fbc4945
 class Event(NamedTuple):
@@ -52,13 +60,14 @@ class Pending(NamedTuple):
 
 
 
-# %% ../nbs/07_context_parallel.ipynb #98ed6842
+# %% ../nbs/07_context_parallel.ipynb #fdc96235
 class Comm:
     """一个进程眼里的通信组；这个基类是只有一个进程的组。
 
     A group of `world` ranks as seen by one of them. This base class is a group of one. Tensors
     are passed by name; the names and the bytes sent to other ranks are recorded in `events`, in
-    the order of the program.
+    the order of the program. `events` only grows: clear it (comm.events.clear()) when one comm
+    serves many steps. device: where a handshake lives.
     """
     def __init__(self, rank: int = 0, world: int = 1, device: str | torch.device = "cpu") -> None:
         self.rank, self.world, self.device = rank, world, torch.device(device)
@@ -91,7 +100,7 @@ class Comm:
         """第 j 份发给进程 j。Entry j of each (world, *shape) goes to rank j; entry i came from rank i."""
         return list(tensors.values())
 
-# %% ../nbs/07_context_parallel.ipynb #25d6d745
+# %% ../nbs/07_context_parallel.ipynb #fd20cb27
 def _collective(new: str, old: str) -> Callable:
     """torch 2.13 改了几个函数的名字。Functions that torch 2.13 renamed."""
     return getattr(dist, new, None) or getattr(dist, old)
@@ -104,9 +113,7 @@ class TorchComm(Comm):
     ring or a direct exchange sends, which is the least any algorithm can send.
     """
     def __init__(self, group: "dist.ProcessGroup | None" = None) -> None:
-        device = "cpu"
-        if dist.get_backend(group) == "nccl":
-            device = torch.device("cuda", torch.cuda.current_device())
+        device = "cpu" if "cpu:" in str(dist.get_backend_config(group)) else "cuda"    # 只有 NCCL
         super().__init__(dist.get_rank(group), dist.get_world_size(group), device)
         self.group, self._tags = group, itertools.count()
 
@@ -290,11 +297,11 @@ def _check_layout(where: str, layout, allowed: Sequence[str] = LAYOUTS) -> None:
     if layout not in allowed:
         raise _wrong(where, "layout", " or ".join(map(repr, allowed)), repr(layout))
 
-# %% ../nbs/07_context_parallel.ipynb #0235a409
+# %% ../nbs/07_context_parallel.ipynb #db5af163
 def shard(x: Tensor, rank: int, world: int, layout: str = "zigzag", dim: int = 2) -> Tensor:
     """整个序列 → 进程 rank 的那些行。
 
-    The rows of a rank along dim, a copy; differentiable. The size of dim must be a multiple of
+    The rows of a rank along dim, a contiguous copy; differentiable. The size of dim must be a multiple of
     world, of 2 * world for "zigzag". Raises ValueError naming the argument.
     """
     _check_layout("shard", layout)
@@ -304,24 +311,41 @@ def shard(x: Tensor, rank: int, world: int, layout: str = "zigzag", dim: int = 2
     if size % parts:
         raise _wrong("shard", "x", f"a multiple of {parts} rows along dimension {dim} for layout "
                      f"{layout!r} and world {world}", f"{size}; pad the sequence at its end")
-    return x.index_select(dim, positions(rank, world, size // world, layout).to(x.device))
+    n, before = size // world, (slice(None),) * (dim % x.ndim)
+    if layout == "zigzag":
+        chunk = lambda i: x[(*before, slice(i * (n // 2), (i + 1) * (n // 2)))]
+        return torch.cat([chunk(rank), chunk(2 * world - 1 - rank)], dim)
+    rows = slice(rank, None, world) if layout == "striped" else slice(rank * n, (rank + 1) * n)
+    return x[(*before, rows)].clone(memory_format=torch.contiguous_format)
+
+
+def in_order(shards: Sequence[Tensor], layout: str, dim: int = 2) -> list[Tensor]:
+    """各进程的行切成段，按段在序列里的次序排；都是视图。
+
+    The runs of consecutive rows of all ranks in the order of the sequence, views ("striped" has
+    none).
+    """
+    if layout == "contiguous":
+        return list(shards)
+    half = shards[0].shape[dim] // 2
+    first = [s.narrow(dim, 0, half) for s in shards]
+    return first + [s.narrow(dim, half, half) for s in shards[::-1]]
 
 
 def unshard(shards: Sequence[Tensor], layout: str = "zigzag", dim: int = 2) -> Tensor:
     """各进程的行 → 整个序列；shard 的逆。
 
-    Put the rows of all ranks, in the order of ranks, back in the order of the sequence; inverse
-    of `shard`.
+    Put the rows of all ranks, in the order of ranks, back in the order of the sequence, a copy;
+    inverse of `shard`.
     """
     _check_layout("unshard", layout)
     world, n = len(shards), shards[0].shape[dim]
     if layout == "zigzag" and n % 2:
         raise _wrong("unshard", "shards", f"an even number of rows along dimension {dim}", n)
-    whole = torch.cat(list(shards), dim)
-    if layout == "contiguous":
-        return whole
-    order = torch.cat([positions(r, world, n, layout) for r in range(world)])
-    return whole.index_select(dim, order.argsort().to(whole.device))
+    if layout == "striped":
+        dim %= shards[0].ndim
+        return torch.stack(list(shards), dim + 1).flatten(dim, dim + 1)
+    return torch.cat(in_order(shards, layout, dim), dim)
 
 # %% ../nbs/07_context_parallel.ipynb #a5549ad5
 def visible_part(rank: int, source: int, n: int, layout: str, causal: bool,
@@ -343,7 +367,65 @@ def visible_part(rank: int, source: int, n: int, layout: str, causal: bool,
     half = n // 2
     return (everything, slice(half), -1) if source < rank else (slice(half, None), everything, -1)
 
-# %% ../nbs/07_context_parallel.ipynb #e310535a
+# %% ../nbs/07_context_parallel.ipynb #e191dab0
+@kernel
+def small_exp(x):
+    """x ≤ 0 的 e^x，相对误差与 |x| 无关；小于 e^−87 的当作 0。
+
+    e**x for x <= 0 with a relative error below 6 * 2**-24 for any x >= -87, else 0; NaN stays.
+    """
+    n = tl.floor(x * LOG2E + 0.5)
+    r = (x - n * 0.693359375) + n * 2.12194440e-4                  # x − n ln 2
+    two_n = ((tl.maximum(n, -126.0).to(tl.int32) + 127) << 23).to(tl.float32, bitcast=True)
+    return tl.where(x < -87.0, 0.0, tl.math.exp2(r * LOG2E) * two_n)
+
+
+@kernel
+def cp_merge_kernel(
+        new_ptr, new_lse_ptr, o_ptr, lse_ptr, R, H, n, stride_ob, stride_oh, stride_om, stride_lb,
+        stride_lh, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr):
+    """(O, L) ← (O, L) ⊕ 新的一份，R = BHn 行，式 (cp-merge-inplace)。Grid: (cdiv(R, BLOCK_M),)."""
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    ok, b, h, i = rows < R, rows // n // H, rows // n % H, rows % n
+    lse_at = b * stride_lb + h * stride_lh + i
+    o_at = b * stride_ob + h * stride_oh + i * stride_om
+    x = tl.load(lse_ptr + lse_at, mask=ok, other=float("-inf"))
+    y = tl.load(new_lse_ptr + rows, mask=ok, other=float("-inf"))
+    o = load_tile(o_ptr, o_at, ok, 1, DV, BLOCK_DV)
+    new = load_tile(new_ptr, rows * DV, ok, 1, DV, BLOCK_DV)
+    m = tl.maximum(x, y)
+    pivot = tl.where(m == float("-inf"), 0.0, m)                   # 两份都空：避免 −∞ − (−∞)
+    a, c = small_exp(x - pivot), small_exp(y - pivot)
+    l = a + c
+    unit = tl.where(l == 0.0, 1.0, l)
+    a, c = tl.div_rn(a, unit), tl.div_rn(c, unit)
+    tl.debug_barrier()                                             # 大家都读完了，才许写
+    store_tile(o_ptr, o_at, ok, a[:, None] * o + c[:, None] * new, DV, BLOCK_DV)
+    tl.store(lse_ptr + lse_at, m + tl.log(l), mask=ok)
+
+# %% ../nbs/07_context_parallel.ipynb #27139dc4
+def merge_into(o: Tensor, lse: Tensor, new: tuple[Tensor, Tensor]) -> None:
+    """把新的一份 (O_s, L_s) 并入 (o, lse)，就地，式 (cp-merge-inplace)；不检查，不可求导。
+
+    Merge new = (o_s (B,H,n,Dv), lse_s (B,H,n)) over other keys into o and lse of these shapes,
+    in place, one pass over memory. All fp32; o and lse may be slices of rows. The empty result
+    (0, -inf) is the identity, NaN stays NaN.
+    """
+    part, part_lse = (x.contiguous() for x in new)
+    (_, H, n, Dv), R, block = part.shape, part_lse.numel(), 32
+    if R:
+        cp_merge_kernel[(triton.cdiv(R, block),)](
+            part, part_lse, o, lse, R, H, n, *o.stride()[:3], *lse.stride()[:2], DV=Dv,
+            BLOCK_M=block, BLOCK_DV=triton.next_power_of_2(Dv), num_warps=8)
+
+
+aot.register("cp_merge", cp_merge_kernel, num_warps=8,
+             constexprs=dict(DV=128, BLOCK_M=32, BLOCK_DV=128),
+             signature=dict.fromkeys(("new_ptr", "new_lse_ptr", "o_ptr", "lse_ptr"), "*fp32")
+             | dict.fromkeys(("R", "H", "n"), "i32")
+             | {f"stride_{x}": "i64" for x in ("ob", "oh", "om", "lb", "lh")})
+
+# %% ../nbs/07_context_parallel.ipynb #2a1fea43
 def ring_forward(comm: Comm, q: Tensor, k: Tensor, v: Tensor, *, scale: float,
                  causal: bool = False, layout: str = "zigzag") -> tuple[Tensor, Tensor]:
     """环的前向，返回本进程的 (o, L)；不检查输入，不可求导。
@@ -352,8 +434,6 @@ def ring_forward(comm: Comm, q: Tensor, k: Tensor, v: Tensor, *, scale: float,
     travel, partial results are merged in fp32. Returns o in q's dtype and lse, fp32.
     `ring_attention` checks and differentiates.
     """
-    o = torch.zeros((*q.shape[:3], v.shape[3]), dtype=torch.float32, device=q.device)
-    lse = torch.full(q.shape[:3], -torch.inf, dtype=torch.float32, device=q.device)
     for step in range(comm.world):
         coming = comm.shift(k=k, v=v) if step + 1 < comm.world else None       # 先发，再算
         source = (comm.rank - step) % comm.world                               # 手里的键是谁的
@@ -363,22 +443,26 @@ def ring_forward(comm: Comm, q: Tensor, k: Tensor, v: Tensor, *, scale: float,
             comm.computes(f"forward {step}")
             new = flash2_forward(q[:, :, rows], k[:, :, keys], v[:, :, keys], scale=scale,
                                  right=right, out_dtype=torch.float32)
-            old = o[:, :, rows], lse[:, :, rows]
-            o[:, :, rows], lse[:, :, rows] = merge_lse(old, new)               # 式 (cp-merge)
+            if step == 0:                                                      # 自己的键：全部的行
+                o, lse = new
+            else:
+                merge_into(o[:, :, rows], lse[:, :, rows], new)          # 式 (cp-merge-inplace)
+            del new
         if coming is not None:
             k, v = coming.wait()
     return o.to(q.dtype), lse
 
-# %% ../nbs/07_context_parallel.ipynb #60c2880a
+# %% ../nbs/07_context_parallel.ipynb #2e36d68d
 def block_backward(rows: slice, do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor,
                    o: Tensor, lse: Tensor, scale: float, right: int) -> list[Tensor]:
     """一块的 fp32 梯度 (dq, dk, dv)：o 与 lse 是这些行最后的结果，式 (cp-final)。
 
     fp32 gradients of one block: the given rows of do, dlse, q, o and lse, and all of k and v.
+    Only lse is copied, the kernels take the strides of the others.
     """
-    own = lambda x: None if x is None else x[:, :, rows].contiguous()
-    *grads, _ = flash2_backward(own(do), own(dlse), own(q), k, v, own(o), own(lse), scale=scale,
-                                right=right, out_dtype=torch.float32)
+    own = lambda x: None if x is None else x[:, :, rows]
+    *grads, _ = flash2_backward(own(do), own(dlse), own(q), k, v, own(o), own(lse).contiguous(),
+                                scale=scale, right=right, out_dtype=torch.float32)
     return grads
 
 
@@ -403,24 +487,35 @@ def ring_backward(comm: Comm, do: Tensor, dlse: Tensor | None, q: Tensor, k: Ten
             dq_s, dk_s, dv_s = block_backward(rows, do, dlse, q, k[:, :, keys], v[:, :, keys],
                                               o, lse, scale, right)
             dq[:, :, rows] += dq_s
+            del dq_s
         if landing is not None:
             sums = landing.wait()                                              # 路上的累加器到了
         if part is not None:
             sums[0][:, :, keys] += dk_s
             sums[1][:, :, keys] += dv_s
+            del dk_s, dv_s
         landing = comm.shift(dk=sums[0], dv=sums[1]) if comm.world > 1 else None
         if coming is not None:
             k, v = coming.wait()
     dk, dv = sums if landing is None else landing.wait()                       # 回家
     return dq.to(dtype), dk.to(dtype), dv.to(dtype)
 
-# %% ../nbs/07_context_parallel.ipynb #4aead755
+# %% ../nbs/07_context_parallel.ipynb #82130752
 def _spans(rank: int, world: int, n: int, layout: str, causal: bool) -> list[tuple[slice, int]]:
     """[(查询行, 看前多少个键)]。Runs of consecutive queries and how many leading keys they see."""
     if not causal or layout == "contiguous":
         return [(slice(None), (rank + 1) * n if causal else world * n)]
     half = n // 2
     return [(slice(half), (rank + 1) * half), (slice(half, None), (2 * world - rank) * half)]
+
+
+def _whole(comm: Comm, k: Tensor, v: Tensor, layout: str) -> list[Tensor]:
+    """收齐 K、V，排成序列的次序；收到的排好一份就丢一份。
+
+    K and V of all ranks in the order of the sequence; each gathered buffer is freed once copied.
+    """
+    parts = comm.all_gather(k=k, v=v)
+    return [unshard(list(parts.pop(0)), layout) for _ in "kv"]
 
 
 def allgather_forward(comm: Comm, q: Tensor, k: Tensor, v: Tensor, *, scale: float,
@@ -430,17 +525,30 @@ def allgather_forward(comm: Comm, q: Tensor, k: Tensor, v: Tensor, *, scale: flo
     Gather K and V once, then attend (Llama 3, section 3.3.2). Arguments and results as
     ring_forward; nothing is merged.
     """
-    order = layout if causal else "contiguous"
-    K, V = (unshard(list(x), order) for x in comm.all_gather(k=k, v=v))
-    o = q.new_empty((*q.shape[:3], v.shape[3]))
-    lse = q.new_empty(q.shape[:3], dtype=torch.float32)
+    K, V = _whole(comm, k, v, layout if causal else "contiguous")
+    parts = []
     for rows, end in _spans(comm.rank, comm.world, k.shape[2], layout, causal):
         comm.computes(f"forward {end}")
-        o[:, :, rows], lse[:, :, rows] = flash2_forward(
-            q[:, :, rows], K[:, :, :end], V[:, :, :end], scale=scale, right=0 if causal else -1)
-    return o, lse
+        parts.append(flash2_forward(q[:, :, rows], K[:, :, :end], V[:, :, :end], scale=scale,
+                                    right=0 if causal else -1))
+    del K, V
+    return parts[0] if len(parts) == 1 else tuple(torch.cat(x, 2) for x in zip(*parts))
 
-# %% ../nbs/07_context_parallel.ipynb #18dfa854
+# %% ../nbs/07_context_parallel.ipynb #febddcd2
+def _by_rank(x: Tensor, world: int, n: int, layout: str) -> Tensor:
+    """序列开头的若干行 → (world, B, H, n, D)，各进程的行；没有的行是 0。
+
+    The leading rows of a sequence of world * n, as shards of all ranks; missing rows are 0.
+    """
+    out = x.new_zeros((world, *x.shape[:2], n, x.shape[3]))
+    chunks, end = in_order(list(out), layout), 0
+    for chunk in chunks:
+        begin, end = end, end + chunk.shape[2]
+        if begin < x.shape[2]:
+            chunk.copy_(x[:, :, begin:end])
+    return out
+
+
 def allgather_backward(comm: Comm, do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor,
                        v: Tensor, o: Tensor, lse: Tensor, *, scale: float, causal: bool = False,
                        layout: str = "zigzag") -> tuple[Tensor, Tensor, Tensor]:
@@ -448,31 +556,35 @@ def allgather_backward(comm: Comm, do: Tensor, dlse: Tensor | None, q: Tensor, k
 
     Backward of allgather_forward: gather K and V again, then reduce-scatter dK and dV in fp32.
     """
-    dtype, order = q.dtype, layout if causal else "contiguous"
-    K, V = (unshard(list(x), order) for x in comm.all_gather(k=k, v=v))
-    dq, dK, dV = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (q, K, V))
-    for rows, end in _spans(comm.rank, comm.world, k.shape[2], layout, causal):
+    order, n, dq, sums = layout if causal else "contiguous", k.shape[2], torch.empty_like(q), []
+    K, V = _whole(comm, k, v, order)
+    for rows, end in _spans(comm.rank, comm.world, n, layout, causal)[::-1]:   # 长的一段在前
         comm.computes(f"backward {end}")
-        dq[:, :, rows], dk, dv = block_backward(rows, do, dlse, q, K[:, :, :end], V[:, :, :end],
-                                                o, lse, scale, 0 if causal else -1)
-        dK[:, :, :end] += dk
-        dV[:, :, :end] += dv
-    split = lambda x: torch.stack([shard(x, r, comm.world, order) for r in range(comm.world)])
-    dk, dv = comm.reduce_scatter(dk=split(dK), dv=split(dV))
-    return dq.to(dtype), dk.to(dtype), dv.to(dtype)
+        dq_s, *new = block_backward(rows, do, dlse, q, K[:, :, :end], V[:, :, :end], o, lse, scale,
+                                    0 if causal else -1)
+        dq[:, :, rows] = dq_s                                                  # 只在这里舍入
+        del dq_s
+        for total, x in zip(sums, new):
+            total[:, :, :end] += x
+        sums = sums or new
+    del K, V
+    dk, = comm.reduce_scatter(dk=_by_rank(sums[0], comm.world, n, order))
+    dv, = comm.reduce_scatter(dv=_by_rank(sums[1], comm.world, n, order))
+    return dq, dk.to(k.dtype), dv.to(v.dtype)
 
-# %% ../nbs/07_context_parallel.ipynb #83a4503c
+# %% ../nbs/07_context_parallel.ipynb #10ef5062
 def _to_heads(comm: Comm, layout: str, **tensors: Tensor) -> list[Tensor]:
     """(B, H, n, D) → (B, H/R, N, D)：按行切换成按头切。From rows to heads."""
-    split = {name: torch.stack(x.chunk(comm.world, 1)) for name, x in tensors.items()}
-    return [unshard(list(x), layout) for x in comm.all_to_all(**split)]
+    split = lambda x: torch.stack(x.chunk(comm.world, 1))
+    return [unshard(list(comm.all_to_all(**{name: split(x)})[0]), layout)
+            for name, x in tensors.items()]
 
 
 def _to_rows(comm: Comm, layout: str, **tensors: Tensor) -> list[Tensor]:
     """(B, H/R, N, D) → (B, H, n, D)：_to_heads 的逆，也是它的转置。From heads to rows."""
-    parts = lambda x: torch.stack([shard(x, r, comm.world, layout) for r in range(comm.world)])
-    split = {name: parts(x) for name, x in tensors.items()}
-    return [torch.cat(list(x), 1) for x in comm.all_to_all(**split)]
+    split = lambda x: torch.stack([shard(x, r, comm.world, layout) for r in range(comm.world)])
+    return [torch.cat(list(comm.all_to_all(**{name: split(x)})[0]), 1)
+            for name, x in tensors.items()]
 
 
 class _Exchange(torch.autograd.Function):
@@ -493,30 +605,32 @@ class _Exchange(torch.autograd.Function):
         comm, layout, names, transposed = ctx.args
         return *(None,) * 4, *transposed(comm, layout, **dict(zip(names, grads)))
 
-# %% ../nbs/07_context_parallel.ipynb #6f2c77fc
+# %% ../nbs/07_context_parallel.ipynb #ef0623be
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_DEVICES = ("cpu", "cuda")
 _FUNCTIONS = ("ring_attention", "allgather_attention", "ulysses_attention")
 _GRADS = "requires_grad of q, k, v"
-_DIGEST = {"function": 1, "q": 4, "k": 4, "v": 4, "q.dtype": 1, "causal": 1, "scale": 1,
-           "layout": 1, "return_lse": 1, _GRADS: 1}                # 摘要里各项占几个整数
+_DIGEST = {"function": 1, "q": 4, "k": 4, "v": 4, "q.dtype": 1, "q.device": 1, "causal": 1,
+           "scale": 1, "layout": 1, "return_lse": 1, _GRADS: 1}    # 摘要里各项占几个整数
 
 
 def _digest(where: str, q, k, v, causal, scale: float, layout: str, return_lse) -> list[int]:
     """参数的摘要，各进程应当相同。What must be the same on every rank, as in _DIGEST."""
     bits = torch.tensor([scale], dtype=torch.float64).view(torch.int64)
     grads = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-    return [_FUNCTIONS.index(where), *q.shape, *k.shape, *v.shape, _DTYPES.index(q.dtype), causal,
-            int(bits), LAYOUTS.index(layout), return_lse, grads]
+    kinds = _DTYPES.index(q.dtype), _DEVICES.index(q.device.type)
+    return [_FUNCTIONS.index(where), *q.shape, *k.shape, *v.shape, *kinds, causal, int(bits),
+            LAYOUTS.index(layout), return_lse, grads]
 
 
-def _agree(comm: Comm, where: str, digest: list[int] | Exception) -> None:
+def _agree(comm: Comm, where: str, digest: list[int] | Exception, device: torch.device) -> None:
     """握手：全体的参数都对而且相同，否则全体抛出错误。
 
-    Raise on every rank unless all ranks passed the same, valid arguments.
+    Raise on every rank unless all ranks passed the same, valid arguments. device: of the message.
     """
     failed = isinstance(digest, Exception)
     mine = [1] + [0] * sum(_DIGEST.values()) if failed else [0, *map(int, digest)]
-    table, = comm.all_gather(handshake=torch.tensor(mine, device=comm.device))
+    table, = comm.all_gather(handshake=torch.tensor(mine, device=device))
     if failed:
         raise digest
     table = table.tolist()
@@ -529,7 +643,7 @@ def _agree(comm: Comm, where: str, digest: list[int] | Exception) -> None:
         if any(x != values[0] for x in values):
             raise _wrong(where, name, "the same on every rank", f"{values} by rank")
 
-# %% ../nbs/07_context_parallel.ipynb #57bf1a8b
+# %% ../nbs/07_context_parallel.ipynb #5601ee5e
 def _communicator(group, where: str) -> Comm:
     """None、进程组或 Comm → Comm。"""
     if isinstance(group, Comm):
@@ -549,6 +663,8 @@ def _check(where: str, world: int, q, k, v, causal, scale, layout, return_lse,
         if not isinstance(flag, bool):
             raise _wrong(where, name, "a bool", repr(flag), TypeError)
     _, H, H_kv, Lq, Lk, D, Dv = oracle.check_qkv(q, k, v, where=where, dtypes=_DTYPES)
+    if q.device.type not in _DEVICES:
+        raise _wrong(where, "q", "a CPU or CUDA tensor", f"one on {q.device}")
     for name, width in (("q", D), ("v", Dv)):
         if width > 256:
             raise _wrong(where, name, "a head dimension <= 256", width)
@@ -575,15 +691,16 @@ def _prepare(where: str, q, k, v, causal, scale, layout, group, return_lse, chec
         scale, layout = _check(where, comm.world, q, k, v, causal, scale, layout, return_lse,
                                allowed, heads)
         digest = _digest(where, q, k, v, causal, scale, layout, return_lse)
-    except (TypeError, ValueError) as error:
+    except Exception as error:                                     # 不论什么错，都要让别人知道
         if not check:
             raise
         digest = error
     if check:
-        _agree(comm, where, digest)
+        here = getattr(q, "device", comm.device)                   # NCCL：q 所在的卡
+        _agree(comm, where, digest, here if here.type == comm.device.type else comm.device)
     return comm, scale, layout if causal else "contiguous"         # 没有掩码时分法不要紧
 
-# %% ../nbs/07_context_parallel.ipynb #0ff4f966
+# %% ../nbs/07_context_parallel.ipynb #1dcb257f
 def ring_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False,
                    scale: float | None = None, layout: str | None = None, group=None,
                    return_lse: bool = False, check: bool = True,
@@ -599,7 +716,7 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False,
     "contiguous"; matters with causal only. Without causal k and v may have another length than q.
     scale: 1/sqrt(D) by default. group: a torch.distributed process group, a Comm, or None for the
     default group; without one, a single rank. check: compare the arguments of all ranks first (a
-    small all-gather): wrong or different ones raise on every rank.
+    small all-gather): wrong or different ones raise on every rank; pass the same check everywhere.
     Returns o (B,H,n,Dv) in q's dtype, with return_lse also lse (B,H,n), fp32, natural logarithm.
     Bit-for-bit reproducible. Raises ValueError / TypeError naming the argument.
     """
@@ -610,7 +727,7 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False,
                             backward=functools.partial(ring_backward, comm, **options))
     return (o, lse) if return_lse else o
 
-# %% ../nbs/07_context_parallel.ipynb #e7ee1282
+# %% ../nbs/07_context_parallel.ipynb #feb21bdf
 def allgather_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False,
                         scale: float | None = None, layout: str | None = None, group=None,
                         return_lse: bool = False, check: bool = True,
@@ -619,7 +736,8 @@ def allgather_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False
 
     As `ring_attention`, but K and V are gathered once before the computation (Llama 3, section
     3.3.2): no partial results, but memory for all of K and V, and in the backward for fp32 dK and
-    dV. layout: "zigzag" (default) or "contiguous".
+    dV. layout: "zigzag" (default) or "contiguous". dK and dV are reproducible as far as the
+    backend's reduce-scatter is, whose order of summation is its own.
     """
     comm, scale, layout = _prepare("allgather_attention", q, k, v, causal, scale, layout, group,
                                    return_lse, check, ("zigzag", "contiguous"))
@@ -706,7 +824,7 @@ def case_share(attend: Callable, world: int, gathered: Sequence, inputs: Sequenc
     return cp_share(actual, *inputs, parts=parts, merged=attend is ring_attention, causal=causal,
                     scale=scale)
 
-# %% ../nbs/07_context_parallel.ipynb #212ab3e9
+# %% ../nbs/07_context_parallel.ipynb #db007bb2
 def cp_traffic(algorithm: str, world: int, B: int, H: int, H_kv: int, n: int, D: int, Dv: int,
                dtype: torch.dtype, *, return_lse: bool = False) -> dict[str, dict[str, int]]:
     """一个进程发出的字节，按张量，式 (cp-volume)：{"forward": …, "backward": …}。
@@ -714,15 +832,15 @@ def cp_traffic(algorithm: str, world: int, B: int, H: int, H_kv: int, n: int, D:
     Bytes that every rank sends to others, by tensor, for n local rows: algorithm "ring",
     "allgather" or "ulysses". The forward includes the handshake.
     """
-    e, others, k, v = dtype.itemsize, world - 1, B * H_kv * n * D, B * H_kv * n * Dv
+    omega, others, k, v = dtype.itemsize, world - 1, B * H_kv * n * D, B * H_kv * n * Dv
     handshake = {"handshake": others * 8 * (1 + sum(_DIGEST.values()))}
     if algorithm == "ulysses":
-        whole = dict(q=B * H * n * D * e, k=k * e, v=v * e, o=B * H * n * Dv * e)
+        whole = dict(q=B * H * n * D * omega, k=k * omega, v=v * omega, o=B * H * n * Dv * omega)
         whole |= {"lse": B * H * n * 4} if return_lse else {}
         forward = {name: size * others // world for name, size in whole.items()}
         backward = {f"d{name}": size for name, size in forward.items()}
     elif algorithm in ("ring", "allgather"):
-        forward = dict(k=others * k * e, v=others * v * e)
+        forward = dict(k=others * k * omega, v=others * v * omega)
         sums = others if algorithm == "allgather" or world == 1 else world
         backward = forward | dict(dk=sums * k * 4, dv=sums * v * 4)
     else:
@@ -784,7 +902,7 @@ def main() -> int:
 if __name__ == "__main__" and globals().get("__spec__"):            # python -m 或 torchrun -m，不是笔记本
     sys.exit(main())
 
-# %% ../nbs/07_context_parallel.ipynb #a929640b
+# %% ../nbs/07_context_parallel.ipynb #f3293380
 def gpu_cases(device: str = "cuda") -> Iterator[tuple[str, Callable[[], dict[str, float]]]]:
     """在 GPU 上检验的几例：(名称, 函数)；多卡时还有一例用 NCCL。
 
@@ -812,10 +930,15 @@ def gpu_cases(device: str = "cuda") -> Iterator[tuple[str, Callable[[], dict[str
     def cards(count):
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone",
                    f"--nproc-per-node={count}", "-m", "attn_book.context_parallel"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=600)
-        found = [line for line in done.stdout.splitlines() if line.startswith("{")]
+        with subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as run:
+            try:
+                output, errors = run.communicate(timeout=600)
+            except subprocess.TimeoutExpired:
+                run.terminate()                                    # torchrun 收到后结束它的进程
+                raise
+        found = [line for line in output.splitlines() if line.startswith("{")]
         if not found:
-            raise RuntimeError(f"torchrun failed: {done.stderr[-1000:]}")
+            raise RuntimeError(f"torchrun failed: {errors[-1000:]}")
         return {"error": max(json.loads(found[-1])["shares"].values()), "bound": 1.0}
     count = torch.cuda.device_count() if torch.device(device).type == "cuda" else 0
     if count > 1:

@@ -48,11 +48,92 @@ def test_shard_names_what_is_wrong():
     with pytest.raises(ValueError, match="argument shards"): unshard([x[:, :, :3]])
 
 
-# nbs/07_context_parallel.ipynb 单元 dd0630bd
+# nbs/07_context_parallel.ipynb 单元 4ca33b9d
+import math, re
+import pytest
+import torch
+from attn_book import aot
+from attn_book.ledger import ledger
+
+
+def partial_results(seed, B=2, H=3, n=40, Dv=20, size=60.0):
+    "两份部分结果：|L| 到 size；有几行是空的"
+    g = torch.Generator().manual_seed(seed)
+    parts = []
+    for empty in (slice(3, 9), slice(6, 12)):
+        o, lse = torch.randn(B, H, n, Dv, generator=g), size * (2 * torch.rand(B, H, n, generator=g) - 1)
+        o[:, :, empty], lse[:, :, empty] = 0, -math.inf
+        parts.append((o, lse))
+    return parts
+
+
+def float64_merge(old, new):
+    "((o, L), 误差界)，舍入照表 cp-merge-error 数"
+    u, L = 2.0 ** -24, torch.stack([old[1], new[1]]).double()
+    o, exact = torch.stack([old[0], new[0]]).double(), L.logsumexp(0)
+    p = torch.exp(L - exact)
+    far = L.amax(0) - L
+    weight = torch.where((far > 0) & (p > 0), far + 6, 0)           # 减法与取幂，以 u 计
+    total = (p * weight).sum(0) + 1                                # ℓ 的相对误差
+    bound_o = u * (p * (weight + total + 3))[..., None] * o.abs()  # 除、乘、乘加
+    bound_o, bound_L = 1.001 * bound_o.sum(0) + 1e-36, u * (total + 2 + exact.abs()) * 1.001
+    return ((p[..., None] * o).sum(0), exact), (bound_o, bound_L)
+
+
+@pytest.mark.parametrize("size", [1.0, 60.0])
+@pytest.mark.parametrize("rows", [slice(None), slice(7, None), slice(0, 1)])
+def test_the_merge_kernel_meets_its_bound(size, rows):
+    old, new = partial_results(0, size=size)
+    o, lse = (x.clone() for x in old)
+    cut = lambda part: tuple(x[:, :, rows] for x in part)
+    merge_into(*cut((o, lse)), cut(new))                           # 就地，只碰这些行
+    some = torch.maximum(*(part[1] for part in (old, new))) > -math.inf
+    keep = torch.zeros_like(some)
+    keep[:, :, rows] = True
+    for got, before, exact, bound in zip((o, lse), old, *float64_merge(old, new)):
+        oracle.assert_within(got[some & keep], exact[some & keep], bound[some & keep])
+        assert torch.equal(got[~keep], before[~keep]) and torch.equal(got[~some], before[~some])
+
+
+# nbs/07_context_parallel.ipynb 单元 a2e842a1
+def test_the_merge_kernel_keeps_the_identity_and_nan():
+    part, _ = partial_results(1)
+    empty = lambda: (torch.zeros_like(part[0]), torch.full_like(part[1], -math.inf))
+    for old, new in ((part, empty()), (empty(), part)):
+        state = tuple(x.clone() for x in old)
+        merge_into(*state, new)
+        assert all(torch.equal(a, b) for a, b in zip(state, part))                 # 逐位
+    for bad in (0, 1):
+        pair = [tuple(x.clone() for x in part), empty()]
+        pair[bad][1][:, :, 5] = math.nan
+        merge_into(*pair[0], pair[1])
+        assert pair[0][0][:, :, 5].isnan().all() and pair[0][1][:, :, 5].isnan().all()
+        assert not pair[0][0][:, :, 6:].isnan().any() and not pair[0][1][:, :, 6:].isnan().any()
+
+
+def test_the_merge_kernel_reads_once_and_writes_once():
+    (o, lse), (new, new_lse) = partial_results(2)
+    with ledger() as seen:
+        merge_into(o[:, :, 20:], lse[:, :, 20:], (new[:, :, 20:], new_lse[:, :, 20:]))
+    half = dict(o_ptr=o.nbytes // 2, lse_ptr=lse.nbytes // 2)
+    assert seen.written == half and seen.read == half | dict(new_ptr=o.nbytes // 2, new_lse_ptr=lse.nbytes // 2)
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100"])
+def test_the_merge_kernel_compiles(target):
+    r = aot.report("cp_merge", target, constexprs=dict(DV=256, BLOCK_DV=256))
+    assert r.spills == 0 and r.stack == 0 and r.fits
+    assert r.ptx_count(r"lg2\.approx") == r.ptx_count(r"div\.(full|approx)") == 0
+    reads, barrier, writes = ([m.start() for m in re.finditer(x, r.ptx)] for x in (r"ld\.global", r"bar(?:rier)?\.(?:cta\.)?sync", r"st\.global"))
+    assert len(barrier) == 1 and max(reads) < barrier[0] < min(writes)
+
+
+# nbs/07_context_parallel.ipynb 单元 d16fc8f9
 import functools, inspect
 from collections import Counter
 from hypothesis import given, strategies as st
-from attn_book.flash2 import flash2, flash2_backward, flash2_forward, merge_lse
+from attn_book.context_parallel import _by_rank
+from attn_book.flash2 import differentiable, flash2, flash2_backward, flash2_forward, merge_lse
 
 
 def inputs(shape, dtype, seed=0):
@@ -88,7 +169,7 @@ def test_all_ranks_together_meet_the_oracle(attend, world, shape, dtype, causal,
     assert simulate(attend, world, inputs(shape, dtype), causal, layout)[0] <= 1
 
 
-# nbs/07_context_parallel.ipynb 单元 fafc4dd4
+# nbs/07_context_parallel.ipynb 单元 a67c56e3
 def dense_forward(q, k, v, *, scale, right=-1, out_dtype=None):
     "flash2_forward 的替身"
     o, lse = oracle.attention(q, k, v, scale=scale, window=(-1, right))
@@ -107,6 +188,11 @@ def dense_backward(do, dlse, q, k, v, o, lse, *, scale, right=-1, out_dtype=None
     return *(x.to(out_dtype or q.dtype) for x in (scale * ds @ K, fold(scale * ds.mT @ qd), fold(p.mT @ dod))), None
 
 
+def dense_merge(o, lse, new):
+    "merge_into 的替身"
+    o[:], lse[:] = merge_lse((o, lse), new)
+
+
 def dense_flash2(q, k, v, *, causal, scale, return_lse):
     "可求导的稠密注意力"
     group, seen = q.shape[1] // k.shape[1], oracle.visible(q.shape[2], k.shape[2], causal=causal)
@@ -118,7 +204,7 @@ def dense_flash2(q, k, v, *, causal, scale, return_lse):
 
 
 def use_dense(monkeypatch):
-    for name, stand_in in (("flash2_forward", dense_forward), ("flash2_backward", dense_backward)):
+    for name, stand_in in (("flash2_forward", dense_forward), ("flash2_backward", dense_backward), ("merge_into", dense_merge)):
         monkeypatch.setitem(ring_forward.__globals__, name, stand_in)
 
 
@@ -229,7 +315,7 @@ def test_cross_attention_and_empty_sequences(monkeypatch):
             assert torch.allclose(unshard(outs, "contiguous"), whole, atol=1e-6) and all(same)
 
 
-# nbs/07_context_parallel.ipynb 单元 afe516de
+# nbs/07_context_parallel.ipynb 单元 bac2cc73
 def mutant(function, *changes):
     "把函数的源码改几处"
     source = inspect.getsource(function)
@@ -243,14 +329,15 @@ def mutant(function, *changes):
 
 SUMS = """            sums[0][:, :, keys] += dk_s
             sums[1][:, :, keys] += dv_s
+            del dk_s, dv_s
 """
 SENT = """        landing = comm.shift(dk=sums[0], dv=sums[1]) if comm.world > 1 else None
 """
-MERGE = "merge_lse(old, new)"
+MERGE = "merge_into(o[:, :, rows], lse[:, :, rows], new)"
 def mutations():
     "名字 → (函数, 改动, 报的错；None 表示数字不对)"
     return {
-        "不重缩放": (ring_forward, [(MERGE, "(old[0] + new[0], torch.logaddexp(old[1], new[1]))")], None),
+        "不重缩放": (ring_forward, [(MERGE, "o[:, :, rows] += new[0]; lse[:, :, rows] = torch.logaddexp(lse[:, :, rows], new[1])")], None),
         "来源认反": (ring_forward, [("comm.rank - step", "comm.rank + step")], None),
         "反向来源认反": (ring_backward, [("comm.rank - step", "comm.rank + step")], None),
         "块自己的 L": (ring_backward, [("dq_s, dk_s", "o, lse = flash2_forward(q, k, v, scale=scale, right=right)\n            dq_s, dk_s")], None),
@@ -259,14 +346,14 @@ def mutations():
                          "was changed before wait"),
         "忘了等": (ring_forward, [("k, v = coming.wait()", "pass")], "never received"),
         "收集后没有排序": (allgather_forward, [('layout if causal else "contiguous"', '"contiguous"')], None),
-        "散射错了次序": (allgather_backward, [("[shard(x, r, comm.world, order) for r", "[shard(x, comm.world - 1 - r, comm.world, order) for r")], None)}
+        "散射错了次序": (_by_rank, [("list(out)", "list(out)[::-1]")], None)}
 
 
 @pytest.mark.parametrize("name", list(mutations()))
 def test_planted_faults_are_found(name, monkeypatch):
     use_dense(monkeypatch)
     function, changes, message = mutations()[name]
-    attend = allgather_attention if "allgather" in function.__name__ else ring_attention
+    attend = ring_attention if "ring" in function.__name__ else allgather_attention
     run = lambda: simulate(attend, 4, inputs((1, 2, 1, 32, 8, 8), torch.float32), True, "zigzag")[0]
     assert run() <= 1
     monkeypatch.setitem(ring_forward.__globals__, function.__name__, mutant(function, *changes))
@@ -288,7 +375,125 @@ def test_16_bit_partial_results_are_found(monkeypatch):
     assert all(g < 1.1 * b and 1.2 * b < x for b, g, x in zip(base, good, bad))
 
 
-# nbs/07_context_parallel.ipynb 单元 2f3d9ea0
+# nbs/07_context_parallel.ipynb 单元 15f003cb
+import torch.distributed as dist
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+def peak_counter(*inputs):
+    "with 里新分配的张量同时活着的字节，最多多少（bytes）；用过哪些运算（used）"
+    class Peak(TorchDispatchMode):
+        def __init__(self):
+            super().__init__()
+            self.old, self.live = {x.untyped_storage()._cdata for x in inputs}, {}
+            self.bytes, self.used = 0, set()
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            self.used.add(func.name())
+            self.live = {at: x for at, x in self.live.items() if not x[0].expired()}
+            for x in tree_leaves(out):
+                if isinstance(x, torch.Tensor) and (s := x.untyped_storage())._cdata not in self.old:
+                    self.live[s._cdata] = StorageWeakRef(s), s.nbytes()
+            self.bytes = max(self.bytes, sum(size for _, size in self.live.values()))
+            return out
+    return Peak()
+
+
+# nbs/07_context_parallel.ipynb 单元 c36e8b27
+def sized_forward(q, k, v, *, scale, right=-1, out_dtype=None):
+    "flash2_forward 的替身：只分配结果"
+    return q.new_zeros((*q.shape[:3], v.shape[3]), dtype=out_dtype or q.dtype), q.new_zeros(q.shape[:3], dtype=torch.float32)
+
+
+def sized_backward(do, dlse, q, k, v, o, lse, *, scale, right=-1, out_dtype=None):
+    "flash2_backward 的替身：分配结果和 D"
+    delta = torch.empty_like(lse)
+    return *(x.new_zeros(x.shape, dtype=out_dtype) for x in (q, k, v)), None
+
+
+def peaks(algorithm, rank, world, shape, dtype, causal):
+    "[前向, 反向] 多占的字节"
+    B, H, H_kv, n, D, Dv = shape
+    q, k, v, o, do = (torch.zeros(B, h, n, d, dtype=dtype) for h, d in ((H, D), (H_kv, D), (H_kv, Dv), (H, Dv), (H, Dv)))
+    lse, options, counted = torch.zeros(B, H, n), dict(scale=1.0, causal=causal), []
+    forward, backward = (ring_forward, ring_backward) if algorithm == "ring" else (allgather_forward, allgather_backward)
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            for name, stand_in in (("flash2_forward", sized_forward), ("flash2_backward", sized_backward)):
+                patch.setitem(ring_forward.__globals__, name, stand_in)
+            comm = TorchComm()
+            for run in (lambda: forward(comm, q, k, v, **options), lambda: backward(comm, do, lse, q, k, v, o, lse, **options)):
+                with peak_counter(q, k, v, o, do, lse) as peak:
+                    run()
+                assert not peak.used & {"aten::_local_scalar_dense", "aten::arange", "aten::index", "aten::index_select", "aten::nonzero"}
+                counted.append(peak.bytes)
+    finally:
+        dist.destroy_process_group()
+    return counted
+
+
+# nbs/07_context_parallel.ipynb 单元 da786027
+def peak_formula(algorithm, world, shape, dtype):
+    "[前向, 反向]，第 sec-cp-peak 节的公式"
+    B, H, H_kv, n, D, Dv = shape
+    w, L = dtype.itemsize, 4 * B * H * n
+    C, C_Q, C_O = (x * B * n * w for x in (H_kv * (D + Dv), H * D, H * Dv))
+    C_32, Q_32, O_32 = (x * 4 // w for x in (C, C_Q, C_O))
+    if algorithm == "ring":
+        return [2 * (O_32 + L) + 2 * C, 2 * Q_32 + 3 * C_32 + 2 * C + 2 * L]
+    return [max(3 * world * C // 2, world * C + C_O + L), world * (C + C_32) + C_32 // 2 + C_Q + Q_32 + L]
+
+
+@pytest.mark.parametrize("algorithm", ["ring", "allgather"])
+@pytest.mark.parametrize("world, rank, causal", [(8, 5, False), (8, 0, True), (8, 7, True), (3, 1, True)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_peak_memory_is_as_derived(algorithm, world, rank, causal, dtype):
+    shape = (2, 4, 2, 32, 16, 16)
+    for counted, most in zip(peaks(algorithm, rank, world, shape, dtype, causal), peak_formula(algorithm, world, shape, dtype)):
+        assert (0.9 if not causal else 0.75) * most <= counted <= most
+
+
+# nbs/07_context_parallel.ipynb 单元 97245c8e
+@pytest.mark.parametrize("config, device", [("cuda:nccl", "cuda"), ("cpu:gloo,cuda:nccl", "cpu"), ("cpu:gloo,cuda:gloo", "cpu")])
+def test_the_handshake_lives_where_the_backend_works(config, device, monkeypatch):
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        monkeypatch.setattr(dist, "get_backend_config", lambda group: config)
+        assert TorchComm().device == torch.device(device)                # 不带编号：握手用 q 的卡
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("H, H_kv", [(8, 8), (32, 8)])
+def test_peak_memory_of_ulysses_is_as_derived(H, H_kv):
+    q, k, v, do = (torch.zeros(2, h, 8, 16, dtype=torch.bfloat16).requires_grad_() for h in (H, H_kv, H_kv, H))
+    C, C_Q, kept = k.nbytes + v.nbytes, q.nbytes, []               # kept：前向留给反向的，不算新分配的
+
+    def forward(*x):
+        kept[:] = *x, *sized_forward(*x, scale=1.0)
+        return tuple(kept[3:])
+    backward = lambda *x: sized_backward(*x, scale=1.0, out_dtype=torch.bfloat16)[:3]
+    inner = lambda q, k, v, **options: differentiable(q, k, v, forward=forward, backward=backward)[0]
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=8)
+    try:
+        attend = functools.partial(ulysses_attention, q, k, v, causal=True, layout="zigzag", check=False, inner=inner)
+        with torch.no_grad(), peak_counter(q, k, v) as first:
+            attend()
+        kept.clear()
+        o = attend()
+        with peak_counter(q, k, v, o, do, *kept) as second:
+            torch.autograd.grad(o, (q, k, v), do)
+    finally:
+        dist.destroy_process_group()
+    assert first.bytes == C + 4 * C_Q + kept[-1].nbytes and second.bytes == max(C + 3 * C_Q, 5 * C // 2 + 2 * C_Q)
+
+
+# nbs/07_context_parallel.ipynb 单元 e33418fc
 def everywhere(world, program):
     """每个进程抛出的错误，没有就是结果"""
     def body(comm):
@@ -329,6 +534,19 @@ def test_ranks_that_disagree_all_fail(change, name):
         return ring_attention(*(torch.zeros(1, 1, n, 8, dtype=dtype, requires_grad=grad) for _ in range(3)), group=comm, **options)
     for e in everywhere(3, program):
         assert type(e) is ValueError and f"argument {name}: expected the same on every rank" in str(e)
+
+
+@pytest.mark.parametrize("change, error", [(dict(scale=10 ** 400), OverflowError), (dict(device="meta"), ValueError)])
+def test_any_error_before_the_handshake_is_told_to_the_others(change, error):
+    """参数检查里抛出的任何异常，以及不在 CPU、GPU 上的张量。"""
+    def program(comm):
+        options = dict(device="cpu") | (change if comm.rank == 1 else {})
+        device = options.pop("device")
+        try: ring_attention(*(torch.zeros(1, 1, 4, 8, device=device) for _ in range(3)), group=comm, **options)
+        except Exception as e: return e
+    own, other = run_ranks(2, program, timeout=20)[::-1]
+    assert type(own) is error and type(other) is ValueError and "arguments of rank 1 are invalid" in str(other)
+    assert error is OverflowError or "argument q: expected a CPU or CUDA tensor" in str(own)
 
 
 def test_ranks_that_call_different_functions_all_fail():
