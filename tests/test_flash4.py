@@ -1017,7 +1017,7 @@ def test_dispatch_against_the_turns_deadlocks():
     assert flash4_backward_verdict(forwards, resident=2, **how) == "没有报错"
 
 
-# nbs/06_flash4.ipynb 单元 41c1ee4d
+# nbs/06_flash4.ipynb 单元 3dde20e1
 import importlib.metadata, json, subprocess, sys
 from pathlib import Path
 import pytest, torch
@@ -1047,6 +1047,16 @@ def test_compile_times_are_complete():
         assert r["spills"] == r["ops"].get("LDL", 0) + r["ops"].get("STL", 0)
     assert {(c["dtype"], c["causal"]) for c in record["checks"]} >= {("float16", False), ("bfloat16", True)}
     assert all(0 < max(c["o"], c["lse"]) <= 1 for c in record["checks"])
+
+
+def test_compile_times_are_of_the_present_kernels():
+    import triton
+    record = recorded("compile-times.json")
+    if triton.__version__ != record["versions"]["triton"]:
+        pytest.skip(f"表由 triton {record['versions']['triton']} 编译，这里是 {triton.__version__}")
+    ours = next(r["ops"] for r in record["rows"] if r["key"] == "gluon_fa4")
+    now = flash4_report("sm_100a", dtype=torch.bfloat16).instructions
+    assert {n: x for n, x in now.items() if x} == ours, "运行 python tools/compile_times.py"
 
 
 def test_official_instructions_are_complete():
