@@ -60,7 +60,7 @@ class Pending(NamedTuple):
 
 
 
-# %% ../nbs/07_context_parallel.ipynb #fdc96235
+# %% ../nbs/07_context_parallel.ipynb #1578b85c
 class Comm:
     """一个进程眼里的通信组；这个基类是只有一个进程的组。
 
@@ -86,7 +86,7 @@ class Comm:
 
     def shift(self, **tensors: Tensor) -> Pending:
         """发给下一个进程，从上一个进程收。Send to rank + 1, receive from rank − 1 (modulo world)."""
-        raise NotImplementedError
+        return Pending(lambda: tuple(tensors.values()))            # 只有自己：下一个就是自己
 
     def all_gather(self, **tensors: Tensor) -> list[Tensor]:
         """每个变成 (world, *形状)。Each becomes (world, *shape), in the order of ranks."""
@@ -100,7 +100,7 @@ class Comm:
         """第 j 份发给进程 j。Entry j of each (world, *shape) goes to rank j; entry i came from rank i."""
         return list(tensors.values())
 
-# %% ../nbs/07_context_parallel.ipynb #fd20cb27
+# %% ../nbs/07_context_parallel.ipynb #b165e6cb
 def _collective(new: str, old: str) -> Callable:
     """torch 2.13 改了几个函数的名字。Functions that torch 2.13 renamed."""
     return getattr(dist, new, None) or getattr(dist, old)
@@ -110,7 +110,7 @@ class TorchComm(Comm):
     """torch.distributed 的进程组。
 
     A torch.distributed process group (None: the default one). Collectives count the bytes that a
-    ring or a direct exchange sends, which is the least any algorithm can send.
+    ring or a direct exchange sends, the least possible from point to point.
     """
     def __init__(self, group: "dist.ProcessGroup | None" = None) -> None:
         device = "cpu" if "cpu:" in str(dist.get_backend_config(group)) else "cuda"    # 只有 NCCL

@@ -493,7 +493,7 @@ def test_peak_memory_of_ulysses_is_as_derived(H, H_kv):
     assert first.bytes == C + 4 * C_Q + kept[-1].nbytes and second.bytes == max(C + 3 * C_Q, 5 * C // 2 + 2 * C_Q)
 
 
-# nbs/07_context_parallel.ipynb 单元 e33418fc
+# nbs/07_context_parallel.ipynb 单元 2955f8d8
 def everywhere(world, program):
     """每个进程抛出的错误，没有就是结果"""
     def body(comm):
@@ -559,6 +559,16 @@ def test_without_the_handshake_errors_are_still_raised():
     def program(comm):
         return ring_attention(*(torch.zeros(1, 1, 4, 8) for _ in range(3)), layout="spiral", group=comm, check=False)
     assert all(type(e) is ValueError for e in everywhere(2, program))
+
+
+def test_a_group_of_one_talks_to_itself():
+    "基类与只有一个线程的组给出同样的结果"
+    x, y = torch.randn(1, 2, 3), torch.randn(1, 4)
+    def program(comm):
+        shifted = comm.shift(x=x, y=y).wait()
+        return [*shifted, *comm.all_gather(x=x, y=y), *comm.reduce_scatter(x=x, y=y), *comm.all_to_all(x=x, y=y)], dict(comm.sent())
+    (alone, sent), (threaded, also) = program(Comm()), *run_ranks(1, program)
+    assert len(alone) == 8 and all(torch.equal(a, b) for a, b in zip(alone, threaded, strict=True)) and sent == also == {}
 
 
 def test_a_rank_that_fails_stops_the_others():
