@@ -3,12 +3,13 @@
 # %% auto #0
 __all__ = ['LOG2E', 'LN2', 'FLASH2_CUDA_TILES', 'FLASH2_CUDA_SCORES', 'FLASH2_CUDA_SOFTMAX', 'FLASH2_CUDA_VALUES',
            'FLASH2_CUDA_MAIN', 'FLASH2_CUDA_END', 'FLASH2_CUDA', 'INSTRUCTION_CLASSES', 'merge_lse', 'seen_span',
-           'power', 'tile_scores', 'row_products', 'row_offsets', 'load_tile', 'store_tile', 'has_nan', 'isolate',
-           'sequence', 'page_offsets', 'flash2_forward_kernel', 'flash2_delta_kernel', 'tile_gradient',
-           'flash2_dkdv_kernel', 'flash2_dq_kernel', 'default_config', 'flash2_merge_kernel', 'flash2_forward',
-           'flash2_backward', 'differentiable', 'flash2', 'gpu_cases', 'flash2_traffic', 'flash2_backward_traffic',
-           'flash2_cuda_macros', 'flash2_cuda_shared', 'flash2_cuda_forward', 'flash2_cuda', 'flash2_cuda_bound',
-           'flash2_cuda_gpu_cases', 'aot_signature', 'aot_report', 'main_loop', 'loop_report']
+           'power', 'tile_scores', 'tile_product', 'row_products', 'accumulate', 'row_offsets', 'load_tile',
+           'store_tile', 'has_nan', 'isolate', 'sequence', 'page_offsets', 'flash2_forward_kernel',
+           'flash2_delta_kernel', 'tile_gradient', 'flash2_dkdv_kernel', 'flash2_dq_kernel', 'default_config',
+           'flash2_merge_kernel', 'flash2_forward', 'flash2_backward', 'differentiable', 'flash2', 'gpu_cases',
+           'flash2_traffic', 'flash2_backward_traffic', 'flash2_cuda_macros', 'flash2_cuda_shared',
+           'flash2_cuda_forward', 'flash2_cuda', 'flash2_cuda_bound', 'flash2_cuda_gpu_cases', 'aot_signature',
+           'aot_report', 'main_loop', 'loop_report']
 
 # %% ../nbs/04_flash2.ipynb #b60b5dce
 import torch
@@ -121,23 +122,41 @@ def tile_scores(
         x = tl.where(seen, x, float("-inf"))
     return x, seen, t
 
-# %% ../nbs/04_flash2.ipynb #8d627897
+# %% ../nbs/04_flash2.ipynb #bb66aae6
 @kernel
-def row_products(a, b):
-    """a bᵀ；fp32 每 32 列一段，段与段再相加。
+def tile_product(a, b):
+    """a b；fp32 每 32 项一段，段与段再相加。
 
-    Inner products of the rows of a (M, K) and b (N, K): one tl.dot for 16-bit tiles, and for fp32 segments of 32
-    columns, summed after: at most 32 + K / 32 roundings of a term instead of K, and fewer registers on a GPU.
+    Matrix product of a (M, K) and b (K, N): one tl.dot for 16-bit tiles, and for fp32 segments of 32 terms, summed
+    after: at most 32 + K / 32 roundings of a term instead of K.
     """
     M: tl.constexpr = a.shape[0]
-    N: tl.constexpr = b.shape[0]
+    N: tl.constexpr = b.shape[1]
     PARTS: tl.constexpr = a.shape[1] // 32
     if a.dtype != tl.float32 or PARTS <= 1:
-        return tl.dot(a, tl.trans(b), input_precision="ieee")
+        return tl.dot(a, b, input_precision="ieee")
     else:
         a = tl.permute(tl.reshape(a, (M, PARTS, 32)), (1, 0, 2))
-        b = tl.permute(tl.reshape(b, (N, PARTS, 32)), (1, 2, 0))
+        b = tl.reshape(b, (PARTS, 32, N))
         return tl.sum(tl.dot(a, b, input_precision="ieee"), 0)
+
+
+@kernel
+def row_products(a, b):
+    """a bᵀ：a (M, K) 的行与 b (N, K) 的行两两的内积。Inner products of the rows of a and b, see tile_product."""
+    return tile_product(a, tl.trans(b))
+
+
+@kernel
+def accumulate(acc, a, b):
+    """acc + a b。fp32：段从 0 起，和写成 fma，编译器才不把它并成从 acc 起的一条链。
+
+    A tensor core adds to acc by itself. For fp32, acc + tl.dot(a, b) would become one chain of FMAs starting at acc.
+    """
+    if a.dtype != tl.float32:
+        return tl.dot(a, b, acc)
+    else:
+        return tl.fma(acc, tl.full(acc.shape, 1.0, tl.float32), tile_product(a, b))
 
 # %% ../nbs/04_flash2.ipynb #c3d0730a
 @kernel
@@ -207,7 +226,7 @@ def page_offsets(b, j, ok, table_ptr, page, pages, stride_page, stride_n):
     number = tl.load(table_ptr + b * pages + j // page, mask=ok, other=0).to(tl.int64)
     return number * stride_page + j % page * stride_n
 
-# %% ../nbs/04_flash2.ipynb #c9244569
+# %% ../nbs/04_flash2.ipynb #16be4287
 @kernel
 def flash2_forward_kernel(
         q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, bias_ptr, slope_ptr, seed_ptr, cu_q_ptr,
@@ -311,7 +330,7 @@ def flash2_forward_kernel(
                 if PHASE == 2:
                     p, v = isolate(p, v, seen)
                 acc *= rescale[:, None]
-                acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")  # 式 (fa2-o)
+                acc = accumulate(acc, p.to(v.dtype), v)  # 式 (fa2-o)
                 m = m_new
         o = acc / tl.where(l == 0.0, 1.0, l)[:, None]  # 唯一的一次除法
         lse = (m + tl.math.log2(l)) * LN2 if PLAIN else m + tl.log(l)  # L = m + ln ℓ；空行 −∞
@@ -320,7 +339,7 @@ def flash2_forward_kernel(
         at = q_begin + rows + heads.to(tl.int64) * stride_lh + split * stride_ls
         tl.store(lse_ptr + b * stride_lb + at, lse, mask=ok)
 
-# %% ../nbs/04_flash2.ipynb #2a66f4d8
+# %% ../nbs/04_flash2.ipynb #ba12f9d8
 @kernel
 def flash2_delta_kernel(
         o_ptr, do_ptr, dlse_ptr, delta_ptr, cu_q_ptr,
@@ -339,7 +358,11 @@ def flash2_delta_kernel(
                   DV, BLOCK_DV)
     do = load_tile(do_ptr + b * stride_db + h * stride_dh, (begin + rows) * stride_dm, ok,
                    stride_dd, DV, BLOCK_DV)
-    delta = tl.sum(do.to(tl.float32) * o.to(tl.float32), 1)
+    if o.dtype == tl.float32 and do.dtype == tl.float32:  # 次序与 dP 相同：O = V 时 dP − D 正好是 0
+        itself = tl.arange(0, BLOCK_M)[:, None] == tl.arange(0, BLOCK_M)[None, :]
+        delta = tl.sum(tl.where(itself, row_products(do, o), 0.0), 1)
+    else:
+        delta = tl.sum(do.to(tl.float32) * o.to(tl.float32), 1)
     if DLSE:
         delta -= tl.load(
             dlse_ptr + b * stride_gb + h * stride_gh + (begin + rows) * stride_gm, mask=ok,
@@ -378,7 +401,7 @@ def tile_gradient(
         ds = ds * (1 - t * t)
     return pz, ds, dbias, seen
 
-# %% ../nbs/04_flash2.ipynb #c99dfb8f
+# %% ../nbs/04_flash2.ipynb #b3f803f6
 @kernel
 def flash2_dkdv_kernel(
         q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, dq_ptr, bias_ptr,
@@ -448,8 +471,7 @@ def flash2_dkdv_kernel(
                             stride_slope_h, LEFT, RIGHT, SOFTCAP, BIAS, ALIBI, DROPOUT, PLAIN,
                             q.dtype)
                         if ATOMIC:  # dQ_i += α dS_ij K_j
-                            dq = tl.dot(tl.trans(ds.to(k.dtype)), k,
-                                        input_precision="ieee") * scale
+                            dq = tile_product(tl.trans(ds.to(k.dtype)), k) * scale
                             cd = tl.arange(0, BLOCK_D)
                             at = (q_begin +
                                   rows) * stride_dqm + b * stride_dqb + h * stride_dqh
@@ -458,17 +480,15 @@ def flash2_dkdv_kernel(
                         if CAREFUL:
                             p, do = isolate(p, do, seen)
                             ds, q = isolate(ds, q, seen)
-                        dv = tl.dot(p.to(do.dtype), do, dv,
-                                    input_precision="ieee")  # dV_j += P_ijᵀ dO_i
-                        dk = tl.dot(ds.to(q.dtype), q, dk,
-                                    input_precision="ieee")  # dK_j += dS_ijᵀ Q_i
+                        dv = accumulate(dv, p.to(do.dtype), do)  # dV_j += P_ijᵀ dO_i
+                        dk = accumulate(dk, ds.to(q.dtype), q)  # dK_j += dS_ijᵀ Q_i
                 again = has_nan(dk) | has_nan(dv)
         store_tile(dk_ptr + b * stride_dkb + h_kv * stride_dkh, (k_begin + cols) * stride_dkn,
                    there, dk * scale, D, BLOCK_D)
         store_tile(dv_ptr + b * stride_dvb + h_kv * stride_dvh, (k_begin + cols) * stride_dvn,
                    there, dv, DV, BLOCK_DV)
 
-# %% ../nbs/04_flash2.ipynb #a35b54d4
+# %% ../nbs/04_flash2.ipynb #16aa9619
 @kernel
 def flash2_dq_kernel(
         q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr, ds_ptr, bias_ptr, slope_ptr,
@@ -539,13 +559,12 @@ def flash2_dq_kernel(
                         tl.store(ds_ptr + at, dbias, mask=ok[:, None] & there[None, :])
                     if CAREFUL:
                         ds, k = isolate(ds, k, seen)
-                    dq = tl.dot(ds.to(k.dtype), k, dq,
-                                input_precision="ieee")  # dQ_i += dS_ij K_j
+                    dq = accumulate(dq, ds.to(k.dtype), k)  # dQ_i += dS_ij K_j
                 again = has_nan(dq)
         store_tile(dq_ptr + b * stride_dqb + h * stride_dqh, (q_begin + rows) * stride_dqm,
                    ok, dq * scale, D, BLOCK_D)
 
-# %% ../nbs/04_flash2.ipynb #23e4302e
+# %% ../nbs/04_flash2.ipynb #b0f6728f
 def _width(n: int) -> int:
     return max(16, triton.next_power_of_2(n))
 
@@ -574,8 +593,7 @@ def default_config(kind: str, D: int, Dv: int, dtype: torch.dtype, capability: t
     sm_89, sm_120) take those of sm_80.
     """
     if capability is None:
-        summed = {"dkdv": "BLOCK_M", "dq": "BLOCK_N"}.get(kind) if dtype.itemsize > 2 else None
-        return dict(BLOCK_M=128, BLOCK_N=128, num_warps=4, num_stages=1) | ({summed: 32} if summed else {})
+        return dict(BLOCK_M=128, BLOCK_N=128, num_warps=4, num_stages=1)
     generation = 0 if dtype.itemsize > 2 else capability[0] if capability[0] in (9, 10) else 8
     width = max(_width(D), _width(Dv))
     tile = _TILES[kind, generation][0 if width <= 64 else 1 if width <= 128 else 2]
@@ -690,7 +708,7 @@ def flash2_forward(q: Tensor, k: Tensor, v: Tensor, *, scale: float, left: int =
             flash2_merge_kernel[(triton.cdiv(R, rows),)](part, part_lse, o, lse, R, splits, DV=Dv, BLOCK_M=rows, BLOCK_DV=_width(Dv))
     return o, lse
 
-# %% ../nbs/04_flash2.ipynb #bfa9e9cc
+# %% ../nbs/04_flash2.ipynb #079d3df9
 def flash2_backward(do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, *, scale: float,
                     left: int = -1, right: int = -1, softcap: float | None = None, bias: Tensor | None = None,
                     slopes: Tensor | None = None, dropout_p: float = 0.0, seed: Tensor | None = None,
@@ -716,7 +734,8 @@ def flash2_backward(do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Te
         dk.zero_(), dv.zero_()
     delta = torch.empty_like(lse)
     config = {n: _shrink((configs or {}).get(n) or default_config(n, D, Dv, q.dtype, _capability(q)), Lq, Lk) for n in ("dkdv", "dq")}
-    tiles, sizes = triton.cdiv(Lq, 64), dict(D=D, DV=Dv, BLOCK_D=_width(D), BLOCK_DV=_width(Dv))
+    rows = 16 if q.is_cuda and o.dtype == do.dtype == torch.float32 else 64
+    tiles, sizes = triton.cdiv(Lq, rows), dict(D=D, DV=Dv, BLOCK_D=_width(D), BLOCK_DV=_width(Dv))
     row = dict(stride_lb=lse.stride(0) * (not packed), stride_lh=T)
     inputs = _named("q bhmd", q, packed) | _named("k bhnd", k, packed) | _named("v bhnd", v, packed) | _named("d bhmd", do, packed)
     if B * H * T and tiles:
@@ -724,7 +743,7 @@ def flash2_backward(do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Te
         flash2_delta_kernel[(tiles * B * H,)](
             o, do, grad, delta, pointers["cu_q_ptr"], Lq, H, tiles, **_named("o bhm", o, packed), **_named("d bhmd", do, packed), **row,
             **{f"stride_g{c}": s for c, s in zip("bhm", (0 if packed else grad.stride(0), *grad.stride()[1:]))},
-            DV=Dv, DLSE=dlse is not None, VARLEN=packed, BLOCK_M=64, BLOCK_DV=_width(Dv))
+            DV=Dv, DLSE=dlse is not None, VARLEN=packed, BLOCK_M=rows, BLOCK_DV=_width(Dv))
     if B * H * S and Lk:
         tiles = triton.cdiv(Lk, config["dkdv"]["BLOCK_N"])
         flash2_dkdv_kernel[(tiles * B * H_kv,)](

@@ -129,7 +129,16 @@ def _keeps_origin(name):
 for _n in ("addptr", "splat", "broadcast", "expand_dims", "reshape", "trans", "bitcast", "select"):
     _keeps_origin(f"create_{_n}")
 
-# %% ../nbs/c_launch.ipynb #ca03fd12
+# %% ../nbs/c_launch.ipynb #a647ed32
+def _fma_chain(a, b, acc):
+    "fp32 的 a b + acc：从 acc 起，按 k 的次序一次乘加舍入一次。FMAs in the order of k, each rounded once."
+    out, wide, a, b = acc.astype(np.float32), np.empty(acc.shape), a.astype(np.float64), b.astype(np.float64)
+    for k in range(a.shape[-1]):
+        np.multiply(a[..., k, None], b[..., k, None, :], out=wide)       # 24 位乘 24 位，在 float64 中精确
+        out[...] = np.add(wide, out, out=wide)
+    return out
+
+
 class _CpuBuilder(_MemoryBuilder):
     "算术与类型转换。Arithmetic and casts."
     def cast_impl(self, src, dst_type):
@@ -160,9 +169,11 @@ class _CpuBuilder(_MemoryBuilder):
         x, y = _decode(a), _decode(b)
         if a.dtype.scalar.is_int(): x, y = x.astype(np.int32), y.astype(np.int32)
         elif x.dtype != np.float64: x, y = x.astype(np.float32), y.astype(np.float32)
-        if a.dtype.scalar == tl.float32 and precision == _interp._ir.INPUT_PRECISION.TF32: x, y = _tf32(x), _tf32(y)
         _emit("op", "dot_flops", 2 * d.data.size * x.shape[-1])
         acc = _decode(d)
+        if a.dtype.scalar == tl.float32:
+            if precision != _interp._ir.INPUT_PRECISION.TF32: return _interp.TensorHandle(_fma_chain(x, y, acc), tl.float32)
+            x, y = _tf32(x), _tf32(y)
         out = np.matmul(x, y) + acc
         return _interp.TensorHandle(_encode(out, d.dtype.scalar) if _narrow(d.dtype.scalar) else out.astype(acc.dtype), d.dtype.scalar)
 

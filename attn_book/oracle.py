@@ -4,7 +4,8 @@
 __all__ = ['FP32', 'TENSOR_CORE', 'TINY', 'EXP_ERROR', 'ARGUMENT', 'unit_roundoff', 'half_subnormal', 'exp_overflow', 'gamma',
            'poison', 'ratio', 'assert_within', 'check_tensor', 'check_qkv', 'check_scale', 'check_window',
            'check_softcap', 'check_broadcast', 'visible', 'attention', 'scores', 'probabilities', 'attention_backward',
-           'bias_gradient', 'matmul_bound', 'attention_bound', 'backward_bound', 'framework_error', 'assert_no_worse']
+           'bias_gradient', 'matmul_bound', 'attention_bound', 'backward_bound', 'framework', 'framework_error',
+           'assert_no_worse']
 
 # %% ../nbs/b_numerics.ipynb #1f9b06e8
 import math
@@ -534,19 +535,18 @@ def backward_bound(q, k, v, do, *, causal=False, scale=None, mask=None, window=N
     finish = lambda x, e: _rounded(x, e + 4 * acc * (x.abs() + e), out_dtype or q.dtype)
     return finish(alpha * dq, alpha * e_q), finish(alpha * dk, alpha * e_k), finish(dv, e_v)
 
-# %% ../nbs/b_numerics.ipynb #fe56af46
-def framework_error(q, k, v, do=None, *, causal=False, scale=None, mask=None, window=None, softcap=None, bias=None,
-                    how: str = "naive") -> dict[str, float]:
-    """PyTorch 用 q 的格式自己算，最大误差是多少：{"o": …} 或加上 "dq"、"dk"、"dv"。
+# %% ../nbs/b_numerics.ipynb #c2edea6e
+def framework(q, k, v, do=None, *, causal=False, scale=None, mask=None, window=None, softcap=None, bias=None,
+              how: str = "naive") -> dict[str, Tensor]:
+    """PyTorch 用 q 的格式自己算：{"o": …}，给出 do 时还有 "dq"、"dk"、"dv"。
 
-    Largest error, against the oracle, of torch's own computation in q's dtype: how="naive" (by definition, every
-    step rounded) or "sdpa" (F.scaled_dot_product_attention; no softcap). With do also the autograd gradients.
+    torch's own computation in q's dtype: how="naive" (by definition, every step rounded) or "sdpa"
+    (F.scaled_dot_product_attention; no softcap). Rows that see nothing: o = 0. Gradients by autograd.
     """
-    where = "oracle.framework_error"
+    where = "oracle.framework"
     if how not in ("naive", "sdpa") or (how == "sdpa" and softcap is not None):
         raise ValueError(f"{where}: argument how: expected 'naive', or 'sdpa' without softcap, got {how!r}")
-    options = dict(causal=causal, scale=scale, mask=mask, window=window, softcap=softcap, bias=bias)
-    f = _forward(where, q, k, v, **options)
+    f = _forward(where, q, k, v, causal, scale, mask, window, softcap, bias)
     seen = f.keep.any(-1, keepdim=True)
     hidden = torch.zeros(f.keep.shape, dtype=q.dtype, device=q.device).masked_fill(~f.keep & seen, -math.inf)
     shift = hidden if bias is None else hidden + torch.where(f.keep, f.bias, 0).to(q.dtype)
@@ -559,13 +559,18 @@ def framework_error(q, k, v, do=None, *, causal=False, scale=None, mask=None, wi
         s = s if softcap is None else softcap * torch.tanh(s / softcap)
         o = torch.softmax(s + shift, -1) @ v_all
     o = o.masked_fill(~seen, 0)                                     # empty rows: o = 0
-    error = lambda got, exact: float((got.detach().double() - exact).abs().max()) if exact.numel() else 0.0
-    found = {"o": error(o, _matmul(f.p, f.v, f.keep))}
-    if do is not None:
-        exact = attention_backward(q, k, v, do, **options)
-        grads = torch.autograd.grad(o, leaves, do.to(q.dtype))
-        found |= {name: error(g, x) for name, g, x in zip(("dq", "dk", "dv"), grads, exact)}
-    return found
+    grads = () if do is None else torch.autograd.grad(o, leaves, do.to(q.dtype))
+    return dict(zip(("o", "dq", "dk", "dv"), (o.detach(), *grads)))
+
+
+def framework_error(q, k, v, do=None, *, how: str = "naive", **options) -> dict[str, float]:
+    """PyTorch 自己的结果，最大误差是多少：{"o": …} 或加上 "dq"、"dk"、"dv"。
+
+    Largest error of framework's results against the oracle; options as there.
+    """
+    found = framework(q, k, v, do, how=how, **options)
+    exact = [attention(q, k, v, **options)[0], *(() if do is None else attention_backward(q, k, v, do, **options))]
+    return {name: float((x.double() - y).abs().max()) if y.numel() else 0.0 for (name, x), y in zip(found.items(), exact)}
 
 # %% ../nbs/b_numerics.ipynb #a649e43a
 def assert_no_worse(actual: Tensor, expected: Tensor, framework: float, what: str = "o", factor: float = 2.0) -> None:

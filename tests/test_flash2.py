@@ -470,7 +470,7 @@ def test_cuda_forward_machine_code(D, dtype, target):
     assert r.ptx_count(r"\bst\.shared|\bld\.shared") == 0
 
 
-# nbs/04_flash2.ipynb 单元 3ef0477e
+# nbs/04_flash2.ipynb 单元 a0af42f7
 @pytest.mark.parametrize("target, core", [("sm_80", "HMMA"), ("sm_90", "HGMMA"), ("sm_100", "UTCHMMA")])
 @pytest.mark.parametrize("kind", ["forward", "dkdv", "dq"])
 @pytest.mark.parametrize("d", [64, 128])
@@ -495,6 +495,29 @@ def test_segments_of_fp32_products_cost_little():
     per_thread = 16 * 16 // 256
     r = aot_report("forward", "sm_90", d=256, dtype="fp32")
     assert r.ptx_count(r"ex2\.approx") <= 3 * 2 * (per_thread + 2)
+
+
+import triton.language as tl
+from attn_book import aot
+from attn_book.launch import kernel
+
+
+@kernel
+def _two_sums(a_ptr, b_ptr, c_ptr, SEGMENT: tl.constexpr):
+    i = tl.arange(0, 32)[:, None] * 32 + tl.arange(0, 32)[None, :]
+    acc, a, b = tl.load(c_ptr + i), tl.load(a_ptr + i), tl.load(b_ptr + i)
+    tl.store(c_ptr + i, accumulate(acc, a, b) if SEGMENT else acc + tl.dot(a, b, input_precision="ieee"))
+
+
+def test_a_segment_of_a_fp32_sum_starts_at_zero():
+    """accumulate 没有被并成从累加器起的一条链：乘加一样多，每个元素另有一次加法。"""
+    pointers = dict(a_ptr="*fp32", b_ptr="*fp32", c_ptr="*fp32")
+    for target in ("sm_80", "sm_90", "sm_100"):
+        for segment in (False, True):
+            r = aot.report(_two_sums, target, signature=pointers, constexprs=dict(SEGMENT=segment))
+            elements = 32 * 32 // r.threads
+            assert r.ptx_count(r"fma\.rn\.f32") == 32 * elements
+            assert r.ptx_count(r"add\.(rn\.)?f32") == (elements if segment else 0)
 
 
 def test_fp32_is_computed_in_fp32():

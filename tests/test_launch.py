@@ -57,7 +57,7 @@ def test_casts_round_to_nearest_even(src, dst):
     assert torch.equal(z.float(), x.float().clamp(-top, top).to(dst).float())
 
 
-# nbs/c_launch.ipynb 单元 c65a110a
+# nbs/c_launch.ipynb 单元 96c4fd15
 @kernel
 def _dot(a_ptr, b_ptr, c_ptr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, PRECISION: tl.constexpr):
     m, n, k = tl.arange(0, M), tl.arange(0, N), tl.arange(0, K)
@@ -81,6 +81,19 @@ def test_dot_tf32_is_modelled():
     assert torch.equal(c, torch.ones(16, 16))            # 2^-12 在 10 位尾数之外
     _dot[(1,)](a, b, c, M=16, N=16, K=16, PRECISION="ieee")
     assert torch.equal(c, a)
+
+@kernel
+def _dot_onto(a_ptr, b_ptr, c_ptr):
+    i = tl.arange(0, 16)[:, None] * 16 + tl.arange(0, 16)[None, :]
+    tl.store(c_ptr + i, tl.dot(tl.load(a_ptr + i), tl.load(b_ptr + i), tl.load(c_ptr + i), input_precision="ieee"))
+
+def test_dot_fp32_is_a_chain_of_fmas_from_the_accumulator():
+    a, b, c = (torch.randn(16, 16) for _ in range(3))
+    x, y, want = a.double(), b.double(), c.clone()
+    for k in range(16): want = (x[:, k, None] * y[k] + want.double()).float()
+    assert not torch.equal(want, c + a @ b)
+    _dot_onto[(1,)](a, b, c)
+    assert torch.equal(c, want)
 
 def test_dot_smaller_than_tensor_core_is_refused():
     a = torch.zeros(8, 8)
