@@ -535,7 +535,7 @@ def backward_bound(q, k, v, do, *, causal=False, scale=None, mask=None, window=N
     finish = lambda x, e: _rounded(x, e + 4 * acc * (x.abs() + e), out_dtype or q.dtype)
     return finish(alpha * dq, alpha * e_q), finish(alpha * dk, alpha * e_k), finish(dv, e_v)
 
-# %% ../nbs/b_numerics.ipynb #c2edea6e
+# %% ../nbs/b_numerics.ipynb #98109f39
 def framework(q, k, v, do=None, *, causal=False, scale=None, mask=None, window=None, softcap=None, bias=None,
               how: str = "naive") -> dict[str, Tensor]:
     """PyTorch 用 q 的格式自己算：{"o": …}，给出 do 时还有 "dq"、"dk"、"dv"。
@@ -550,7 +550,7 @@ def framework(q, k, v, do=None, *, causal=False, scale=None, mask=None, window=N
     seen = f.keep.any(-1, keepdim=True)
     hidden = torch.zeros(f.keep.shape, dtype=q.dtype, device=q.device).masked_fill(~f.keep & seen, -math.inf)
     shift = hidden if bias is None else hidden + torch.where(f.keep, f.bias, 0).to(q.dtype)
-    leaves = [t.detach().clone().requires_grad_(do is not None) for t in (q, k, v)]
+    leaves = [t.detach().clone(memory_format=torch.contiguous_format).requires_grad_(do is not None) for t in (q, k, v)]
     k_all, v_all = (t.repeat_interleave(f.q.shape[1] // f.H_kv if f.H_kv else 1, 1) for t in leaves[1:])
     if how == "sdpa":
         o = F.scaled_dot_product_attention(leaves[0], k_all, v_all, attn_mask=shift, scale=f.scale)

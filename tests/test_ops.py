@@ -142,7 +142,7 @@ def test_a_very_negative_bias_is_not_a_mask(dtype):
     assert (lse + 3e38).abs().max() <= 2.0 ** -22 * 3e38
 
 
-# nbs/i_ops.ipynb 单元 3e3d0ce3
+# nbs/i_ops.ipynb 单元 f2c60e29
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -163,7 +163,7 @@ def mean_ratio(actual, framework, exact):
     return ours / theirs if theirs else math.inf if ours else 0.0
 
 
-@settings(max_examples=50)
+@settings(max_examples=40)
 @draw(st.data())
 def test_error_is_at_most_1_5_times_that_of_sdpa_flash(data):
     pick = lambda *options: data.draw(st.sampled_from(options))
@@ -178,9 +178,10 @@ def test_error_is_at_most_1_5_times_that_of_sdpa_flash(data):
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         found = against_sdpa(*tensors, width=max(D, Dv), **flags)
     for name, actual, framework, exact in found:
-        if dtype == torch.float32:
-            assert mean_ratio(actual, framework, exact) <= 1.5, name
-        elif exact.abs().max() > 1e-12:                                  # 真值全为 0：没有比值
+        if dtype != torch.float32 and exact.abs().max() < 1e-12:         # 真值全为 0：没有比值
+            continue
+        assert mean_ratio(actual, framework, exact) <= 1.5, name
+        if dtype != torch.float32:
             theirs = float((framework.double() - exact).abs().max())
             oracle.assert_no_worse(actual, exact, theirs, name, factor=1.5)
 
