@@ -3,7 +3,7 @@
 # %% auto #0
 __all__ = ['LOG2E', 'LN2', 'FLASH2_CUDA_TILES', 'FLASH2_CUDA_SCORES', 'FLASH2_CUDA_SOFTMAX', 'FLASH2_CUDA_VALUES',
            'FLASH2_CUDA_MAIN', 'FLASH2_CUDA_END', 'FLASH2_CUDA', 'INSTRUCTION_CLASSES', 'merge_lse', 'seen_span',
-           'power', 'tile_scores', 'tile_product', 'row_products', 'accumulate', 'row_offsets', 'load_tile',
+           'power', 'tile_scores', 'matrix_product', 'row_products', 'accumulate', 'row_offsets', 'load_tile',
            'store_tile', 'has_nan', 'isolate', 'sequence', 'page_offsets', 'flash2_forward_kernel',
            'flash2_delta_kernel', 'tile_gradient', 'flash2_dkdv_kernel', 'flash2_dq_kernel', 'default_config',
            'flash2_merge_kernel', 'flash2_forward', 'flash2_backward', 'differentiable', 'flash2', 'gpu_cases',
@@ -122,9 +122,9 @@ def tile_scores(
         x = tl.where(seen, x, float("-inf"))
     return x, seen, t
 
-# %% ../nbs/04_flash2.ipynb #bb66aae6
+# %% ../nbs/04_flash2.ipynb #17ed16db
 @kernel
-def tile_product(a, b):
+def matrix_product(a, b):
     """a b；fp32 每 32 项一段，段与段再相加。
 
     Matrix product of a (M, K) and b (K, N): one tl.dot for 16-bit tiles, and for fp32 segments of 32 terms, summed
@@ -143,8 +143,8 @@ def tile_product(a, b):
 
 @kernel
 def row_products(a, b):
-    """a bᵀ：a (M, K) 的行与 b (N, K) 的行两两的内积。Inner products of the rows of a and b, see tile_product."""
-    return tile_product(a, tl.trans(b))
+    """a bᵀ：a (M, K) 的行与 b (N, K) 的行两两的内积。Inner products of the rows of a and b, see matrix_product."""
+    return matrix_product(a, tl.trans(b))
 
 
 @kernel
@@ -156,7 +156,7 @@ def accumulate(acc, a, b):
     if a.dtype != tl.float32:
         return tl.dot(a, b, acc)
     else:
-        return tl.fma(acc, tl.full(acc.shape, 1.0, tl.float32), tile_product(a, b))
+        return tl.fma(acc, tl.full(acc.shape, 1.0, tl.float32), matrix_product(a, b))
 
 # %% ../nbs/04_flash2.ipynb #c3d0730a
 @kernel
@@ -401,7 +401,7 @@ def tile_gradient(
         ds = ds * (1 - t * t)
     return pz, ds, dbias, seen
 
-# %% ../nbs/04_flash2.ipynb #b3f803f6
+# %% ../nbs/04_flash2.ipynb #c4712dc0
 @kernel
 def flash2_dkdv_kernel(
         q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, dq_ptr, bias_ptr,
@@ -471,7 +471,7 @@ def flash2_dkdv_kernel(
                             stride_slope_h, LEFT, RIGHT, SOFTCAP, BIAS, ALIBI, DROPOUT, PLAIN,
                             q.dtype)
                         if ATOMIC:  # dQ_i += α dS_ij K_j
-                            dq = tile_product(tl.trans(ds.to(k.dtype)), k) * scale
+                            dq = matrix_product(tl.trans(ds.to(k.dtype)), k) * scale
                             cd = tl.arange(0, BLOCK_D)
                             at = (q_begin +
                                   rows) * stride_dqm + b * stride_dqb + h * stride_dqh

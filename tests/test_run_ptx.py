@@ -1,9 +1,22 @@
-"""tools/run_ptx.py：小的 PTX 执行器。"""
+"""tools/run_ptx.py：小的 PTX 执行器；用它在 CPU 上执行 Triton 给 sm_80 编译的 flash2。"""
+import functools
+import inspect
+import re
+import struct
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from attn_book import flash2, ops, oracle
+from attn_book.flash2 import accumulate
+from attn_book.launch import _fma_chain, kernel
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
 from run_ptx import Memory, parse, run  # noqa: E402
@@ -90,3 +103,202 @@ def test_what_a_kernel_must_not_do():
 def test_labels_and_guards():
     code, labels = parse(entry("$L_x:", "@!%p1 bra $L_x;", "ret;"))
     assert labels == {"$L_x": 0} and code == [((True, "%p1"), "bra", ["$L_x"]), (None, "ret", [])]
+
+
+def test_sixteen_bits():
+    got = execute(*START, "cvt.rn.f32.s32 %r2, %r1;", "mul.f32 %r2, %r2, 0f3EAAAAAB;", "cvt.rn.f16.f32 %rs1, %r2;",
+                  "cvt.rn.bf16.f32 %rs2, %r2;", "mov.b32 %r3, {%rs1, %rs2};", "mov.b32 {%rs3, _}, %r3;",
+                  "cvt.f32.f16 %r4, %rs3;",
+                  "cvt.f32.bf16 %r5, %rs2;", "sub.f32 %r6, %r4, %r5;", "st.global.b32 [%rd3], %r6;", "ret;",
+                  out=np.zeros(32, np.float32))
+    x = torch.arange(32) * torch.tensor(0x3EAAAAAB, dtype=torch.int32).view(torch.float32)
+    assert torch.equal(torch.tensor(got), x.half().float() - x.bfloat16().float()) and got.any()
+
+
+def test_fields_and_shifts():
+    got = execute(*START, "sub.s32 %r2, %r1, 9;", "bfe.s32 %r3, %r2, 1, 3;", "bfe.u32 %r4, %r2, 30, 2;",
+                  "cvt.u16.u32 %rs1, %r1;",
+                  "shl.b16 %rs2, %rs1, 13;", "shr.u16 %rs2, %rs2, 12;", "cvt.u32.u16 %r5, %rs2;",
+                  "mad.lo.s32 %r6, %r4, 100, %r3;",
+                  "mad.lo.s32 %r6, %r5, 1000, %r6;", "st.global.b32 [%rd3], %r6;", "ret;")
+    x = np.arange(32)
+    field = (x - 9 >> 1) % 8
+    assert got.tolist() == (np.where(field > 3, field - 8, field) + 300 * (x < 9) + 1000 * (x % 8 * 2)).tolist()
+
+
+def test_nan_and_subnormals():
+    got = execute(*START, "setp.lt.s32 %p0, %r1, 16;", "selp.f32 %r2, 0f7FC00000, 0f00000001, %p0;",
+                  "setp.ne.f32 %p1, %r2, %r2;",
+                  "setp.neu.f32 %p2, %r2, %r2;", "add.f32 %r3, %r2, %r2;", "add.ftz.f32 %r4, %r2, %r2;",
+                  "setp.gt.f32 %p3, %r3, 0f00000000;", "setp.gt.f32 %p4, %r4, 0f00000000;", "selp.b32 %r5, 1, 0, %p1;",
+                  "selp.b32 %r6, 2, %r5, %p2;", "selp.b32 %r7, 4, 0, %p3;", "selp.b32 %r8, 8, %r7, %p4;",
+                  "add.s32 %r9, %r6, %r8;",
+                  "st.global.b32 [%rd3], %r9;", "ret;")
+    assert got.tolist() == [2] * 16 + [4] * 16
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_asynchronous_copies_fill_with_zeros(wait):
+    got = execute(*START, "and.b32 %r2, %r1, 1;", "shl.b32 %r2, %r2, 2;", "shl.b32 %r3, %r1, 2;", "add.s64 %rd4, %rd3, 4096;",
+                  "setp.ne.s32 %p1, %r2, 0;", "selp.b64 %rd4, %rd3, %rd4, %p1;",                     # 源长 0：地址在外面也不读
+                  "cp.async.ca.shared.global [ %r3 + 0 ], [ %rd4 + 0 ], 0x4, %r2;", "cp.async.commit_group;",
+                  *["cp.async.wait_group 0;"] * wait, "ld.shared.b32 %r4, [%r3];", "st.global.b32 [%rd3+128], %r4;", "ret;",
+                  out=np.arange(64, dtype=np.int32))
+    assert got[32:].tolist() == [x % 2 * x if wait else -1 for x in range(32)]
+
+
+@pytest.mark.parametrize("lines, message", [
+    (["mul.hi.u32 %r2, %r1, %r1;"], "mul.hi.u32"), (["add.sat.s32 %r2, %r1, %r1;"], "add.sat.s32"),
+    (["cvt.rni.s32.f32 %r2, %r1;"], "cvt"),
+    (["sqrt.approx.f32 %r2, %r1;"], "sqrt"), (["fma.rz.f32 %r2, %r1, %r1, %r1;"], "fma.rz"),
+    (["mov.u32 %r2, %laneid;"], "%laneid"),
+    (["add.s32 %r2, %r1, %r7;"], "%r7"), (["add.s64 %rd4, %rd3, %r1;"], "read as s64"), (["bar.sync 1, 64;"], "bar.sync 1"),
+    (["shfl.sync.bfly.b32 %r2, %r1, 1, 7, -1;"], "shfl"), (["mov.b32 %r2, one;", "mov.b32 %r3, two;"], "several variables")])
+def test_what_is_not_known_is_refused(lines, message):
+    with pytest.raises(NotImplementedError, match=message):
+        execute(*START, *lines, "ret;")
+
+
+def test_misaligned_accesses_are_refused():
+    with pytest.raises(IndexError, match="misaligned"):
+        execute(*START, "ld.global.v2.b32 {%r2, %r3}, [%rd3];", "ret;", out=np.zeros(33, np.int32))
+
+
+# ---- Triton 给 sm_80 编译的内核
+
+NAMES = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16"}
+
+
+class Compiled:
+    """代替一个 Triton 内核：编译给 sm_80，在 run_ptx 上执行，结果写回 CPU 张量。
+
+    Specialised to its arguments as Triton's launcher does: 1 is a constant, multiples of 16 are known to be such.
+    edit: changes the PTX first. fill: bytes of shared memory at the start (0xFF: NaN).
+    launches: (grid, arguments by name) of every launch.
+    """
+
+    def __init__(self, kernel, edit=lambda ptx: ptx, fill=0xFF):
+        self.kernel, self.edit, self.fill, self.launches = kernel, edit, fill, []
+
+    def __getitem__(self, grid):
+        return functools.partial(self.launch, grid)
+
+    def launch(self, grid, *args, **named):
+        options = {n: named.pop(n) for n in ("num_warps", "num_stages") if n in named}
+        named = inspect.signature(self.kernel.fn).bind(*args, **named).arguments
+        self.launches.append((grid, named))
+        memory, storage, types, fixed, aligned, params = Memory(), {}, {}, {}, {}, []
+        for i, p in enumerate(self.kernel.params):
+            x = named[p.name]
+            if p.is_constexpr or type(x) is int and x == 1:
+                types[p.name], fixed[i,] = "constexpr", x
+                continue
+            if isinstance(x, torch.Tensor):
+                raw = torch.empty(0, dtype=torch.uint8).set_(x.untyped_storage()).numpy()
+                if x.untyped_storage().data_ptr() not in storage:
+                    storage[x.untyped_storage().data_ptr()] = memory.put(raw), raw
+                types[p.name], form = NAMES[x.dtype], "<Q"
+                x = storage[x.untyped_storage().data_ptr()][0] + x.storage_offset() * x.itemsize
+            else:
+                types[p.name], form = ("fp32", "<f") if isinstance(x, float) else ("i32", "<i")
+            params.append(struct.pack(form, x))
+            if form != "<f" and x % 16 == 0:
+                aligned[i,] = [["tt.divisibility", 16]]
+        made = triton.compile(ASTSource(fn=self.kernel, signature=types, constexprs=fixed, attrs=aligned),
+                              target=GPUTarget("cuda", 80, 32), options=options)
+        run(self.edit(made.asm["ptx"]), (*grid, 1, 1)[:3], 32 * made.metadata.num_warps, [*params, bytes(8), bytes(8)], memory,
+            shared=made.metadata.shared, fill=self.fill)
+        for at, raw in storage.values():
+            raw[:] = memory.get(at, raw)
+
+
+def compiled(monkeypatch, module, **options):
+    """module 的内核都换成编译的，块大小取 sm_80 的。Replace the kernels of a module; returns them by name."""
+    found = {n: Compiled(k.kernel if isinstance(k, Compiled) else k, **options)
+             for n, k in vars(module).items() if n.endswith("_kernel")}
+    for name, k in found.items():
+        monkeypatch.setattr(module, name, k)
+    monkeypatch.setattr(module, "_capability", lambda x: (8, 0))
+    return found
+
+
+@pytest.fixture
+def nan_in_new_tensors():
+    torch.use_deterministic_algorithms(True)                             # torch.empty 给出 NaN：漏写的看得出来
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def inputs(dtype, D, Lq, Lk, H=4, H_kv=2):
+    return [torch.randn(1, h, n, D).to(dtype) for h, n in ((H, Lq), (H_kv, Lk), (H_kv, Lk), (H, Lq))]
+
+
+def model(Lq, Lk):
+    return dict(steps=-(-Lk // 16), steps_q=-(-Lq // 16), chained=True, acc=oracle.FP32)
+
+
+@pytest.mark.parametrize("dtype, D, Lq, Lk, causal", [
+    (torch.float32, 32, 37, 53, True), (torch.float32, 64, 21, 37, True), (torch.float16, 64, 37, 101, True),
+    (torch.bfloat16, 64, 37, 101, True), (torch.float16, 32, 37, 150, False)])
+def test_compiled_flash2(monkeypatch, nan_in_new_tensors, dtype, D, Lq, Lk, causal):
+    q, k, v, do = inputs(dtype, D, Lq, Lk)
+    kernels = compiled(monkeypatch, flash2)
+    options = dict(scale=D ** -0.5, right=0 if causal else -1)
+    o, lse = flash2.flash2_forward(q, k, v, **options)
+    actual = (o, lse, *flash2.flash2_backward(do, None, q, k, v, o, lse, **options)[:3])
+    share = ops.error_share(actual, q, k, v, do, model=model(Lq, Lk), causal=causal)
+    assert 0 < share <= 1
+    (grid, named), = kernels["flash2_delta_kernel"].launches
+    delta = torch.full_like(named["delta_ptr"], torch.nan)
+    kernels["flash2_delta_kernel"].kernel[grid](**named | dict(delta_ptr=delta))
+    if dtype == torch.float32:
+        assert torch.equal(named["delta_ptr"], delta)
+    else:                                                                # 另一种次序的 D 项之和
+        size = (do.double() * o.double()).abs().sum(-1)
+        assert ((named["delta_ptr"] - delta).abs() <= 2 * oracle.gamma(D, oracle.FP32) * size).all()
+        compiled(monkeypatch, flash2, fill=0x4B)                         # 共享内存起初是有限的数：没有靠 NaN 触发重走
+        assert all(map(torch.equal, flash2.flash2_forward(q, k, v, **options), (o, lse)))
+
+
+@pytest.mark.parametrize("right, wrong", [
+    (r"cp\.async\.wait_group\s+\d+;", ""), (r"cp\.async\.wait_group\s+2;", "cp.async.wait_group 4;"), (r"bar\.sync\s+0;", ""),
+    (r"cp\.async\.commit_group;", ""), (r"(shfl\.sync\.bfly\.b32.*?), 1, 31", r"\1, 2, 31"),
+    ("f32.f16.f16.f32", "f32.bf16.bf16.f32")])
+def test_faults_planted_in_compiled_flash2_are_caught(monkeypatch, nan_in_new_tensors, right, wrong):
+    q, k, v, _ = inputs(torch.float16, 64, 37, 150, 1, 1)
+    counts = []
+    def edit(ptx):
+        ptx, n = re.subn(right, wrong, ptx)
+        counts.append(n)
+        return ptx
+    compiled(monkeypatch, flash2, edit=edit)
+    actual = flash2.flash2_forward(q, k, v, scale=0.125)
+    assert counts[0] > 0 and not ops.error_share(actual, q, k, v, model=model(37, 150)) <= 1
+
+
+@kernel
+def chained_kernel(a_ptr, b_ptr, c_ptr, K: tl.constexpr):
+    m, k = tl.arange(0, 32), tl.arange(0, K)
+    a, b = tl.load(a_ptr + m[:, None] * K + k[None, :]), tl.load(b_ptr + k[:, None] * 32 + m[None, :])
+    at = c_ptr + m[:, None] * 32 + m[None, :]
+    tl.store(at, tl.load(at) + tl.dot(a, b, input_precision="ieee"))
+
+
+@kernel
+def segment_kernel(a_ptr, b_ptr, c_ptr, K: tl.constexpr):
+    m, k = tl.arange(0, 32), tl.arange(0, K)
+    a, b = tl.load(a_ptr + m[:, None] * K + k[None, :]), tl.load(b_ptr + k[:, None] * 32 + m[None, :])
+    at = c_ptr + m[:, None] * 32 + m[None, :]
+    tl.store(at, accumulate(tl.load(at), a, b))
+
+
+@pytest.mark.parametrize("K", [32, 64])
+def test_accumulate_starts_a_segment_at_zero(K):
+    "acc + tl.dot 编译成从 acc 起的一条链，accumulate 不会。四段以上，编译的另取次序：(P0 + P2) + (P1 + P3)。"
+    a, b, c = torch.randn(32, K), torch.randn(K, 32), torch.randn(32, 32)
+    chain, segment, on_cpu = c.clone(), c.clone(), c.clone()
+    Compiled(chained_kernel)[(1,)](a, b, chain, K=K)
+    Compiled(segment_kernel)[(1,)](a, b, segment, K=K)
+    segment_kernel[(1,)](a, b, on_cpu, K=K)
+    assert np.array_equal(chain.numpy(), _fma_chain(a.numpy(), b.numpy(), c.numpy()))
+    assert torch.equal(segment, on_cpu) and not torch.equal(segment, chain)
