@@ -14,7 +14,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from attn_book import flash2, ops, oracle
+from attn_book import flash1, flash2, ops, oracle, projection, standard
 from attn_book.flash2 import accumulate
 from attn_book.launch import _fma_chain, kernel
 
@@ -218,7 +218,7 @@ def compiled(monkeypatch, module, **options):
              for n, k in vars(module).items() if n.endswith("_kernel")}
     for name, k in found.items():
         monkeypatch.setattr(module, name, k)
-    monkeypatch.setattr(module, "_capability", lambda x: (8, 0))
+    monkeypatch.setattr(module, "_capability", lambda x: (8, 0), raising=False)
     return found
 
 
@@ -258,6 +258,33 @@ def test_compiled_flash2(monkeypatch, nan_in_new_tensors, dtype, D, Lq, Lk, caus
         assert ((named["delta_ptr"] - delta).abs() <= 2 * oracle.gamma(D, oracle.FP32) * size).all()
         compiled(monkeypatch, flash2, fill=0x4B)                         # 共享内存起初是有限的数：没有靠 NaN 触发重走
         assert all(map(torch.equal, flash2.flash2_forward(q, k, v, **options), (o, lse)))
+
+
+def test_compiled_splits_are_merged(monkeypatch, nan_in_new_tensors):
+    q, k, v, _ = inputs(torch.bfloat16, 32, 5, 150)
+    compiled(monkeypatch, flash2)
+    actual = flash2.flash2_forward(q, k, v, scale=32 ** -0.5, splits=2)
+    assert 0 < ops.error_share(actual, q, k, v, model=model(5, 150) | dict(steps=12)) <= 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("attention, arithmetic", [
+    (standard.standard_attention, dict(materialised=True)), (flash1.flash1, dict(step_roundings=8))])
+def test_compiled_attention_of_chapters_2_and_3(monkeypatch, nan_in_new_tensors, dtype, attention, arithmetic):
+    q, k, v, do = inputs(dtype, 32, 21, 37)
+    compiled(monkeypatch, sys.modules[attention.__module__])
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    o, lse = attention(*leaves, causal=True, return_lse=True)
+    actual = (o.detach(), lse.detach(), *torch.autograd.grad(o, leaves, do))
+    assert 0 < ops.error_share(actual, q, k, v, do, model=model(21, 37) | arithmetic, causal=True) <= 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_compiled_projection(monkeypatch, nan_in_new_tensors, dtype):
+    x, w = torch.randn(20, 70).to(dtype), torch.randn(70, 40).to(dtype)
+    compiled(monkeypatch, projection)
+    bound = oracle.matmul_bound(x, w, dtype, acc=oracle.FP32)
+    assert 0 < oracle.ratio(projection.project(x, w), x.double() @ w.double(), bound) <= 1
 
 
 @pytest.mark.parametrize("right, wrong", [

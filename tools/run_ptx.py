@@ -75,11 +75,11 @@ _KNOWN = re.compile(r"""
     | cvt\.([us](16|32|64)\.[us](16|32|64)|rn\.f32\.[us]32|f32\.b?f16|rn\.b?f16(x2)?\.f32)
     | (add|sub|mul)(\.rn)?\.f32(x2)? | fma\.rn\.f32(x2)? | (add|sub|mul|fma\.rn|neg|abs|min|max)(\.ftz)?\.f32
     | (min|max)(\.ftz)?\.NaN\.f32 | div\.(full|approx|rn)(\.ftz)?\.f32 | rcp\.rn\.f32 | (ex2|lg2|rcp)\.approx(\.ftz)?\.f32
-    | (add|sub|min|max)\.[us](16|32|64) | (mul|mad)\.(lo\.[us](16|32|64)|wide\.[us]32) | div\.[us](32|64) | neg\.s(16|32|64)
+    | (add|sub|min|max)\.[us](16|32|64) | (mul|mad)\.(lo\.[us](16|32|64)|wide\.[us]32) | (div|rem)\.[us](32|64) | neg\.s(16|32|64)
     | (shl|shr)\.[bus](16|32|64) | bfe\.[us](32|64) | shfl\.sync\.(bfly|idx)\.b32 | redux\.sync\.(min|max)\.[us]32
     | ldmatrix\.sync\.aligned\.m8n8\.x[124](\.trans)?\.shared\.b16
     | mma\.sync\.aligned\.m16n8k16\.row\.col\.f32\.(f16\.f16|bf16\.bf16)\.f32
-    | cp\.async\.((ca|cg)\.shared\.global|commit_group|wait_group) | bra(\.uni)? | ret | bar\.sync""", re.X)
+    | cp\.async\.((ca|cg)\.shared\.global|commit_group|wait_group) | bra(\.uni)? | ret | bar\.(warp\.)?sync""", re.X)
 _TYPE = {f"{letter}{size}": np.dtype(f"{of}{size // 8}") for letter, of in zip("bus", "uui") for size in (8, 16, 32, 64)}
 _TYPE |= {"pred": np.dtype(bool), "f32": np.dtype(F32), "f16": np.dtype(U16), "bf16": np.dtype(U16), "f32x2": np.dtype(U64)}
 
@@ -130,7 +130,8 @@ _FLOAT: dict[str, Callable] = {
 _INT: dict[str, Callable] = {
     "add": np.add, "sub": np.subtract, "mul": np.multiply, "mad": lambda x, y, z: x * y + z, "and": np.bitwise_and,
     "or": np.bitwise_or, "xor": np.bitwise_xor, "not": np.invert, "min": np.minimum, "max": np.maximum, "neg": lambda x: 0 - x,
-    "div": lambda x, y: (np.sign(x) * np.sign(y) * (abs(x) // abs(y))).astype(x.dtype) if x.dtype.kind == "i" else x // y}
+    "div": lambda x, y: (np.sign(x) * np.sign(y) * (abs(x) // abs(y))).astype(x.dtype) if x.dtype.kind == "i" else x // y,
+    "rem": np.fmod}
 # mma：（寄存器, 通道, 半个）在哪一格
 _G, _T, _N = np.arange(32)[:, None] // 4, np.arange(32)[:, None] % 4 * 2 + np.arange(2), np.arange(4)[:, None, None]
 _A, _B, _C = (_G + _N % 2 * 8, _T + _N // 2 * 8), (_T + 8 * _N[:2], _G), (_G + 8 * _N[:2], _T)
@@ -269,6 +270,8 @@ class Warp:
         elif base == "redux":
             self.together(op, on, bool((self.value(a[2], "b32") == U32(0xFFFFFFFF)).all()))
             self.put(a[0], np.full(32, {"max": np.max, "min": np.min}[part[2]](self.value(a[1], kind)), _TYPE[kind]), on)
+        elif op == "bar.warp.sync":                                      # 各通道本来就同步
+            self.together(op, on, a == ["-1"])
         elif base == "ldmatrix":
             self.together(op, on)
             at, shared = self.address(a[1]), self.spaces["shared"]
