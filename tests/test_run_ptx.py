@@ -19,6 +19,7 @@ from attn_book.flash2 import accumulate
 from attn_book.launch import _fma_chain, kernel
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
+import test_ops  # noqa: E402
 from run_ptx import Memory, parse, run  # noqa: E402
 
 
@@ -126,6 +127,20 @@ def test_fields_and_shifts():
     assert got.tolist() == (np.where(field > 3, field - 8, field) + 300 * (x < 9) + 1000 * (x % 8 * 2)).tolist()
 
 
+def test_high_half_and_remainder():
+    got = execute(*START, "mul.lo.s32 %r2, %r1, -1000000007;", "mul.hi.u32 %r3, %r2, %r2;", "mul.hi.s32 %r4, %r2, %r2;",
+                  "rem.s32 %r5, %r2, 7;", "xor.b32 %r6, %r3, %r4;", "xor.b32 %r6, %r6, %r5;", "st.global.b32 [%rd3], %r6;", "ret;")
+    x = (np.arange(32) * -1000000007).astype(np.int32).astype(object)
+    want = [(a % 2 ** 32) ** 2 >> 32 ^ a * a >> 32 ^ int(np.fmod(a, 7)) for a in x]
+    assert [a % 2 ** 32 for a in got.tolist()] == [a % 2 ** 32 for a in want]
+
+
+def test_lanes_add_to_one_address_one_after_another():
+    got = execute(*START, "cvt.rn.f32.s32 %r2, %r1;", "atom.global.gpu.acq_rel.add.f32 %r3, [%rd1+128], %r2;",
+                  "st.global.b32 [%rd3], %r3;", "ret;", out=np.zeros(33, np.float32))
+    assert got.tolist() == [n * (n - 1) // 2 for n in range(33)]
+
+
 def test_nan_and_subnormals():
     got = execute(*START, "setp.lt.s32 %p0, %r1, 16;", "selp.f32 %r2, 0f7FC00000, 0f00000001, %p0;",
                   "setp.ne.f32 %p1, %r2, %r2;",
@@ -148,7 +163,7 @@ def test_asynchronous_copies_fill_with_zeros(wait):
 
 
 @pytest.mark.parametrize("lines, message", [
-    (["mul.hi.u32 %r2, %r1, %r1;"], "mul.hi.u32"), (["add.sat.s32 %r2, %r1, %r1;"], "add.sat.s32"),
+    (["mul24.lo.u32 %r2, %r1, %r1;"], "mul24.lo.u32"), (["add.sat.s32 %r2, %r1, %r1;"], "add.sat.s32"),
     (["cvt.rni.s32.f32 %r2, %r1;"], "cvt"),
     (["sqrt.approx.f32 %r2, %r1;"], "sqrt"), (["fma.rz.f32 %r2, %r1, %r1, %r1;"], "fma.rz"),
     (["mov.u32 %r2, %laneid;"], "%laneid"),
@@ -166,7 +181,8 @@ def test_misaligned_accesses_are_refused():
 
 # ---- Triton 给 sm_80 编译的内核
 
-NAMES = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16"}
+NAMES = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.uint8: "*u8", torch.int32: "*i32",
+         torch.int64: "*i64"}
 
 
 class Compiled:
@@ -258,6 +274,41 @@ def test_compiled_flash2(monkeypatch, nan_in_new_tensors, dtype, D, Lq, Lk, caus
         assert ((named["delta_ptr"] - delta).abs() <= 2 * oracle.gamma(D, oracle.FP32) * size).all()
         compiled(monkeypatch, flash2, fill=0x4B)                         # 共享内存起初是有限的数：没有靠 NaN 触发重走
         assert all(map(torch.equal, flash2.flash2_forward(q, k, v, **options), (o, lse)))
+
+
+FLAGS = [dict(window=(5, 3)), dict(softcap=3.0, causal=True), dict(alibi=torch.tensor([0.5, 0.25, 0.125, 0.1])),
+         dict(bias=torch.linspace(-2, 2, 4 * 20 * 37).reshape(4, 20, 37)), dict(bias=torch.arange(20 * 37).reshape(20, 37) % 3 > 0)]
+
+
+@pytest.mark.parametrize("flags", FLAGS, ids=lambda x: "-".join(x))
+def test_compiled_switches_of_the_operator(monkeypatch, nan_in_new_tensors, flags):
+    compiled(monkeypatch, flash2)
+    assert 0 < test_ops.worst(*test_ops.given(1, 4, 2, 20, 37, 24, 24, torch.float16), torch.randn(1, 4, 20), **flags) <= 1
+
+
+def test_compiled_dropout(monkeypatch, nan_in_new_tensors):
+    compiled(monkeypatch, flash2)
+    tensors = test_ops.given(1, 2, 1, 20, 37)
+    torch.manual_seed(5)
+    seed = int(torch.randint(0, 2 ** 62, (1,)))
+    torch.manual_seed(5)
+    actual = test_ops.run(*tensors, dropout_p=0.5)
+    keep = flash1.dropout_mask((1, 2, 20, 37), 0.5, seed)                    # 解释执行
+    assert 0 < ops.error_share(actual, *tensors, dropout=keep.double() / 0.5) <= 1
+
+
+def test_compiled_packed_and_paged_layouts(monkeypatch, nan_in_new_tensors):
+    compiled(monkeypatch, flash2)
+    test_ops.test_varlen_meets_the_oracle((1, 9, 0), (33, 5, 2), torch.bfloat16, dict(causal=True))
+    test_ops.test_paged_cache_meets_the_oracle((7, 4), 1, 8, 5, dict(causal=True), torch.bfloat16)
+
+
+def test_compiled_atomic_backward(monkeypatch, nan_in_new_tensors):
+    q, k, v, do = inputs(torch.float16, 32, 20, 37)
+    compiled(monkeypatch, flash2)
+    o, lse = flash2.flash2_forward(q, k, v, scale=0.2, right=0)
+    actual = (o, lse, *flash2.flash2_backward(do, None, q, k, v, o, lse, scale=0.2, right=0, atomic=True)[:3])
+    assert 0 < ops.error_share(actual, q, k, v, do, model=model(20, 37), causal=True, scale=0.2) <= 1
 
 
 def test_compiled_splits_are_merged(monkeypatch, nan_in_new_tensors):

@@ -75,11 +75,11 @@ _KNOWN = re.compile(r"""
     | cvt\.([us](16|32|64)\.[us](16|32|64)|rn\.f32\.[us]32|f32\.b?f16|rn\.b?f16(x2)?\.f32)
     | (add|sub|mul)(\.rn)?\.f32(x2)? | fma\.rn\.f32(x2)? | (add|sub|mul|fma\.rn|neg|abs|min|max)(\.ftz)?\.f32
     | (min|max)(\.ftz)?\.NaN\.f32 | div\.(full|approx|rn)(\.ftz)?\.f32 | rcp\.rn\.f32 | (ex2|lg2|rcp)\.approx(\.ftz)?\.f32
-    | (add|sub|min|max)\.[us](16|32|64) | (mul|mad)\.(lo\.[us](16|32|64)|wide\.[us]32) | (div|rem)\.[us](32|64) | neg\.s(16|32|64)
+    | (add|sub|min|max)\.[us](16|32|64) | (mul|mad)\.(lo\.[us](16|32|64)|wide\.[us]32) | mul\.hi\.[us]32 | (div|rem)\.[us](32|64) | neg\.s(16|32|64)
     | (shl|shr)\.[bus](16|32|64) | bfe\.[us](32|64) | shfl\.sync\.(bfly|idx)\.b32 | redux\.sync\.(min|max)\.[us]32
     | ldmatrix\.sync\.aligned\.m8n8\.x[124](\.trans)?\.shared\.b16
     | mma\.sync\.aligned\.m16n8k16\.row\.col\.f32\.(f16\.f16|bf16\.bf16)\.f32
-    | cp\.async\.((ca|cg)\.shared\.global|commit_group|wait_group) | bra(\.uni)? | ret | bar\.(warp\.)?sync""", re.X)
+    | cp\.async\.((ca|cg)\.shared\.global|commit_group|wait_group) | atom\.global\.gpu\.(acq_rel|relaxed)\.add\.f32 | bra(\.uni)? | ret | bar\.(warp\.)?sync""", re.X)
 _TYPE = {f"{letter}{size}": np.dtype(f"{of}{size // 8}") for letter, of in zip("bus", "uui") for size in (8, 16, 32, 64)}
 _TYPE |= {"pred": np.dtype(bool), "f32": np.dtype(F32), "f16": np.dtype(U16), "bf16": np.dtype(U16), "f32x2": np.dtype(U64)}
 
@@ -251,6 +251,9 @@ class Warp:
         elif part[1:2] == ["wide"]:
             x, y = (self.value(n, kind).astype(_TYPE[kind[0] + "64"]) for n in a[1:3])
             self.put(a[0], x * y if base == "mul" else x * y + self.value(a[3], kind[0] + "64"), on)
+        elif part[1:2] == ["hi"]:
+            x, y = (self.value(n, kind).astype(_TYPE[kind[0] + "64"]) for n in a[1:])
+            self.put(a[0], (x * y >> np.array(32, x.dtype)).astype(_TYPE[kind]), on)
         elif base in ("shl", "shr"):
             x, n = self.value(a[1], kind), self.value(a[2], "u32")
             self.put(a[0], (np.left_shift if base == "shl" else np.right_shift)(x, np.minimum(n, U32(64)).astype(x.dtype)), on)
@@ -291,6 +294,12 @@ class Warp:
             self.groups = self.groups[done:]
         elif base == "cp" and len(a) in (3, 4):
             self.copy(int(a[2], 0), *map(self.address, a[:2]), self.value(a[-1], "u32"), on)
+        elif base == "atom":                                             # 各通道依次加
+            where, old = self.spaces["global"].index(self.address(a[1])[on], 4, 4), np.full(32, np.nan, F32)
+            for lane, at, x in zip(np.flatnonzero(on), where, self.value(a[2], kind)[on]):
+                old[lane] = self.spaces["global"].bytes[at].view(F32)[0]
+                self.spaces["global"].bytes[at] = (old[lane:lane + 1] + x).view(np.uint8)
+            self.put(a[0], old, on)
         elif base in ("ld", "st"):
             self.move(base, self.spaces[part[1]], kind, *(a if base == "ld" else a[::-1]), on)
         else:
