@@ -269,6 +269,10 @@ def test_compiled_flash2(monkeypatch, nan_in_new_tensors, dtype, D, Lq, Lk, caus
     kernels["flash2_delta_kernel"].kernel[grid](**named | dict(delta_ptr=delta))
     if dtype == torch.float32:
         assert torch.equal(named["delta_ptr"], delta)
+        delta.fill_(torch.nan)                                           # 在卡上一块 16 行
+        tiles = -(-Lq // 16)
+        kernels["flash2_delta_kernel"][(tiles * 4,)](**named | dict(delta_ptr=delta, tiles=tiles, BLOCK_M=16))
+        assert torch.equal(named["delta_ptr"], delta)
     else:                                                                # 另一种次序的 D 项之和
         size = (do.double() * o.double()).abs().sum(-1)
         assert ((named["delta_ptr"] - delta).abs() <= 2 * oracle.gamma(D, oracle.FP32) * size).all()
