@@ -708,7 +708,7 @@ def flash2_forward(q: Tensor, k: Tensor, v: Tensor, *, scale: float, left: int =
             flash2_merge_kernel[(triton.cdiv(R, rows),)](part, part_lse, o, lse, R, splits, DV=Dv, BLOCK_M=rows, BLOCK_DV=_width(Dv))
     return o, lse
 
-# %% ../nbs/04_flash2.ipynb #079d3df9
+# %% ../nbs/04_flash2.ipynb #6008bcec
 def flash2_backward(do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, *, scale: float,
                     left: int = -1, right: int = -1, softcap: float | None = None, bias: Tensor | None = None,
                     slopes: Tensor | None = None, dropout_p: float = 0.0, seed: Tensor | None = None,
@@ -734,7 +734,7 @@ def flash2_backward(do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Te
         dk.zero_(), dv.zero_()
     delta = torch.empty_like(lse)
     config = {n: _shrink((configs or {}).get(n) or default_config(n, D, Dv, q.dtype, _capability(q)), Lq, Lk) for n in ("dkdv", "dq")}
-    rows = 16 if q.is_cuda and o.dtype == do.dtype == torch.float32 else 64
+    rows = 16 if _capability(q) and o.dtype == do.dtype == torch.float32 else 64       # 64 行的 dO Oᵀ 在卡上要溢出
     tiles, sizes = triton.cdiv(Lq, rows), dict(D=D, DV=Dv, BLOCK_D=_width(D), BLOCK_DV=_width(Dv))
     row = dict(stride_lb=lse.stride(0) * (not packed), stride_lh=T)
     inputs = _named("q bhmd", q, packed) | _named("k bhnd", k, packed) | _named("v bhnd", v, packed) | _named("d bhmd", do, packed)

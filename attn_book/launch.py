@@ -129,9 +129,9 @@ def _keeps_origin(name):
 for _n in ("addptr", "splat", "broadcast", "expand_dims", "reshape", "trans", "bitcast", "select"):
     _keeps_origin(f"create_{_n}")
 
-# %% ../nbs/c_launch.ipynb #a647ed32
+# %% ../nbs/c_launch.ipynb #b16bb964
 def _fma_chain(a, b, acc):
-    "fp32 的 a b + acc：从 acc 起，按 k 的次序一次乘加舍入一次。FMAs in the order of k, each rounded once."
+    "fp32 的 a b + acc：从 acc 起，按 k 的次序逐项乘加。FMAs in the order of k, rounded to float64 and then to fp32."
     out, wide, a, b = acc.astype(np.float32), np.empty(acc.shape), a.astype(np.float64), b.astype(np.float64)
     for k in range(a.shape[-1]):
         np.multiply(a[..., k, None], b[..., k, None, :], out=wide)       # 24 位乘 24 位，在 float64 中精确
