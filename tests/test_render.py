@@ -107,6 +107,12 @@ def test_display_math_with_spaces_and_newlines(page):          # known-failures 
     assert re.search(r'<span class="math display">\\\[\s*x=4\s*\\\]', out) and r"\(a_1\)" in out and "$" not in out
 
 
+def test_punctuation_stays_with_a_short_formula(page):
+    html = page(md("记 $d$ ，$x$ 与 $" + "x+" * 20 + "x$ 。"))
+    assert '<span class="together"><span class="math inline">\\(d\\)</span>，</span><span class="math inline">\\(x\\)</span> 与' in html
+    assert html.count('"together"') == 1 and "</span>。" in html
+
+
 def test_figure_from_code_cell(page, tmp_path):
     out = page(md("见 @fig-a 。"), code("#| label: fig-a\n#| fig-cap: 曲线 $x$\nplot()", display(image_svg=SVG, text_plain="<Figure>")))
     figure = re.search(r'(?s)<figure id="fig-a".*?</figure>', out)[0]

@@ -182,13 +182,22 @@ function T.CodeBlock(b)
   return b
 end
 
--- 全角标点旁边的空格（引用前后必须写的那种）不留。 Drop spaces beside full-width punctuation.
+-- 全角标点旁边的空格（引用前后必须写的那种）不留；短公式后面的标点不落到下一行的行首。
+-- Drop spaces beside full-width punctuation, and keep it on the line of a short formula before it.
 local AFTER, BEFORE = set "， 。 、 ； ： ） 」 』 》 ！ ？", set "， 。 、 ； ： （ 「 『 《 ！ ？"
 local function tighten(inlines)
   for i = #inlines, 1, -1 do
     local a, b = inlines[i - 1], inlines[i + 1]
     if inlines[i].t == "Space" and (b and b.t == "Str" and AFTER[b.text:sub(1, 3)] or a and a.t == "Str" and BEFORE[a.text:sub(-3)]) then
       inlines:remove(i)
+    end
+  end
+  for i = #inlines - 1, 1, -1 do
+    local m, b = inlines[i], inlines[i + 1]
+    if m.t == "Math" and m.mathtype == "InlineMath" and #m.text <= 30 and b.t == "Str" and AFTER[b.text:sub(1, 3)] then
+      local rest = b.text:sub(4)
+      inlines[i] = pandoc.Span({m, pandoc.Str(b.text:sub(1, 3))}, pandoc.Attr("", {"together"}))
+      if rest == "" then inlines:remove(i + 1) else inlines[i + 1] = pandoc.Str(rest) end
     end
   end
   return inlines
