@@ -452,7 +452,7 @@ def _forward_bound(f: _Forward, t: _Arithmetic) -> tuple[Tensor, Tensor]:
     bound_l = -torch.log1p(-b) + t.acc * (4 + 8 * (lse - m) + 4 * top + 4 * m.abs())  # Δ_L
     return bound_o, torch.where(b < 1, bound_l, math.inf).masked_fill(empty, 0)[..., 0]
 
-# %% ../nbs/b_numerics.ipynb #a406b7ef
+# %% ../nbs/b_numerics.ipynb #2a1a6875
 def attention_bound(q, k, v, *, causal=False, scale=None, mask=None, window=None, softcap=None, bias=None,
                     dropout=None, p_dtype=None, out_dtype=None, s_dtype=torch.float32, steps: int = 1,
                     step_roundings: int = 2, chained: bool = False, materialised: bool = False,
@@ -464,7 +464,8 @@ def attention_bound(q, k, v, *, causal=False, scale=None, mask=None, window=None
     p_dtype, out_dtype: P before P V, and o (q's dtype if None); s_dtype: stored S; lse is fp32.
     steps: key blocks T_c. step_roundings: roundings of the running o and l per block (FA-2: multiply, add).
     chained: every product is added straight to the running sum (fp32 tl.dot with an accumulator; on a GPU also
-    acc + tl.dot) instead of block by block; holds for any order of summation. materialised: P is divided by l before it is stored (standard attention).
+    acc + tl.dot) instead of block by block; holds for any order of summation. materialised: P is divided by l before
+    it is stored (standard attention).
     p_scale: P is multiplied by it before it is stored (FP8). exp_error: relative error of exp.
     acc: unit roundoff of the arithmetic, FP32 or TENSOR_CORE. Derivation: appendix 数值与误差.
     """
