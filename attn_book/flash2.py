@@ -339,7 +339,7 @@ def flash2_forward_kernel(
         at = q_begin + rows + heads.to(tl.int64) * stride_lh + split * stride_ls
         tl.store(lse_ptr + b * stride_lb + at, lse, mask=ok)
 
-# %% ../nbs/04_flash2.ipynb #ba12f9d8
+# %% ../nbs/04_flash2.ipynb #56ef8671
 @kernel
 def flash2_delta_kernel(
         o_ptr, do_ptr, dlse_ptr, delta_ptr, cu_q_ptr,
@@ -358,7 +358,7 @@ def flash2_delta_kernel(
                   DV, BLOCK_DV)
     do = load_tile(do_ptr + b * stride_db + h * stride_dh, (begin + rows) * stride_dm, ok,
                    stride_dd, DV, BLOCK_DV)
-    if o.dtype == tl.float32 and do.dtype == tl.float32:  # 次序与 dP 相同：O = V 时 dP − D 正好是 0
+    if o.dtype == do.dtype:  # 次序与 dP 相同：O = V 时 dP − D 正好是 0
         itself = tl.arange(0, BLOCK_M)[:, None] == tl.arange(0, BLOCK_M)[None, :]
         delta = tl.sum(tl.where(itself, row_products(do, o), 0.0), 1)
     else:

@@ -1255,12 +1255,12 @@ def _wait_queue(ops: list[Async], pending: int) -> list[Async]:
 @_implements("tma.store_wait")
 def _store_wait(pendings): _wait_queue(_me().stores, pendings)
 
-# %% ../nbs/j_machine.ipynb #2b6857d0
-def _matmul(a: np.ndarray, b: np.ndarray, ty) -> np.ndarray:
-    "张量核心：操作数精确，乘积累加在 float32；fp32 输入取 TF32。Tensor-core product in float32."
+# %% ../nbs/j_machine.ipynb #e46197ed
+def _matmul(a: np.ndarray, b: np.ndarray, acc: np.ndarray | float, ty) -> np.ndarray:
+    "a b + acc，见 launch.tensor_core；fp32 输入取 TF32。Tensor-core product in float32."
     a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
     if ty == gl.float32: a, b = launch._tf32(a), launch._tf32(b)
-    with np.errstate(all="ignore"): return a @ b
+    with np.errstate(all="ignore"): return launch.tensor_core(a, b, acc, ty.primitive_bitwidth)
 
 def _operand(x: "View | Tensor") -> Callable[[], np.ndarray]:
     "操作数在使用时的值：存储器要等到那时才读。Memory operands are read when the MMA executes."
@@ -1274,7 +1274,7 @@ def _mma_cost(a, b, rows: int) -> tuple:
     in_smem = isinstance(a, View) and a.alloc.kind == "smem"
     return 2 * M * N * K, w * (M * K * in_smem + N * K * -(-M // rows)), a.dtype
 
-# %% ../nbs/j_machine.ipynb #34cc9810
+# %% ../nbs/j_machine.ipynb #2e00b3fd
 @_implements("warpgroup_mma_init")
 def _mma_init(value): return value
 
@@ -1286,7 +1286,7 @@ def _wgmma(a, b, acc, *, use_acc=True, precision=None, max_num_imprecise_acc=Non
     out = Tensor(np.full(acc.shape, np.nan, np.float32), acc.dtype, acc.layout)
     in_order = acc.mma is not None and acc.mma in p.wgmma
     x, y, old = _operand(a), _operand(b), acc._data if in_order else acc.data
-    def effect(): out._data[...] = _matmul(x(), y(), a.dtype) + (old if use_acc else 0)
+    def effect(): out._data[...] = _matmul(x(), y(), old if use_acc else 0.0, a.dtype)
     op = block.issue("wgmma", effect, f"{p.name}.wgmma", "tensor", _mma_cost(a, b, 64))
     for v in (a, b):
         if isinstance(v, View): op.touch(v, write=False)
@@ -1301,7 +1301,7 @@ def _wgmma_wait(num_outstanding=0, deps=None):
     _wait_queue(_me().wgmma, num_outstanding)
     return deps[0] if len(deps) == 1 else tuple(deps)
 
-# %% ../nbs/j_machine.ipynb #0cc07308
+# %% ../nbs/j_machine.ipynb #ef54a068
 def _tensor_op(what: str, effect: Callable, reads: list[View], writes: list[View], cost,
                bars=(), preds=None) -> None:
     "发出一个按次序执行的 tcgen05 操作。Issue one operation of the partition's in-order tensor pipe."
@@ -1321,7 +1321,7 @@ def _tcgen05_mma(a, b, acc, *, use_acc=True, pred=True, multicast=False, mbarrie
     if getattr(acc.layout, "two_ctas", False) and (a.split, b.split, acc.split) != (-2, -1, -2):
         raise TypeError(f"tcgen05_mma：两个线程块各要 A 的一半行、B 的一半列，得到 {a.name}、{b.name}（pair operands）")
     x, y, use_acc = _operand(a), _operand(b), bool(use_acc)
-    def effect(): acc.array[...] = _matmul(x(), y(), a.dtype) + (acc.array if use_acc else 0)
+    def effect(): acc.array[...] = _matmul(x(), y(), acc.array if use_acc else 0.0, a.dtype)
     _tensor_op("tcgen05.mma", effect, [a, b] + [acc] * use_acc, [acc], _mma_cost(a, b, 128 * _now().ctas),
                mbarriers or (), mbarrier_preds)
 

@@ -470,7 +470,7 @@ def test_cuda_forward_machine_code(D, dtype, target):
     assert r.ptx_count(r"\bst\.shared|\bld\.shared") == 0
 
 
-# nbs/04_flash2.ipynb 单元 7f770039
+# nbs/04_flash2.ipynb 单元 810945ed
 from attn_book import aot
 
 @pytest.mark.parametrize("target, core", [("sm_80", "HMMA"), ("sm_90", "HGMMA"), ("sm_100", "UTCHMMA")])
@@ -490,15 +490,17 @@ def test_other_dtypes_and_widths_do_not_spill(kind, dtype, d):
         assert r.spills == 0 and r.fits, (target, r)
 
 
+@pytest.mark.parametrize("dtype, rows", [("fp32", 16), ("fp16", 64)])
 @pytest.mark.parametrize("d", [64, 256])
-def test_fp32_delta_does_not_spill(d):
-    """在卡上一块 16 行，取 dO Oᵀ 的对角线。"""
-    types = {p.name: 1 if p.name == "stride_dd" else "*i32" if p.name == "cu_q_ptr" else "*fp32" if p.name.endswith("_ptr") else "i32"
-             for p in flash2_delta_kernel.params if not p.is_constexpr}
-    for target in ("sm_80", "sm_90", "sm_100"):
+def test_delta_does_not_spill(d, dtype, rows):
+    """取 dO Oᵀ 的对角线：与 dP 用同一种指令。"""
+    types = {p.name: 1 if p.name == "stride_dd" else "*i32" if p.name == "cu_q_ptr" else "*fp32" if p.name in ("dlse_ptr", "delta_ptr")
+             else f"*{dtype}" if p.name.endswith("_ptr") else "i32" for p in flash2_delta_kernel.params if not p.is_constexpr}
+    for target, core in (("sm_80", "HMMA"), ("sm_90", "HGMMA"), ("sm_100", "UTCHMMA")):
         r = aot.report(flash2_delta_kernel, target, signature=types,
-                       constexprs=dict(DV=d, BLOCK_DV=d, DLSE=True, VARLEN=False, BLOCK_M=16))
-        assert r.spills == 0 and r.fits and r.shared <= 32 * 1024, (target, r)
+                       constexprs=dict(DV=d, BLOCK_DV=d, DLSE=True, VARLEN=False, BLOCK_M=rows))
+        assert r.spills == 0 and r.fits and r.shared <= 66 * 1024, (target, r)
+        assert (r.instructions[core] > 0) == (dtype == "fp16"), (target, r)
 
 
 def test_segments_of_fp32_products_cost_little():

@@ -58,8 +58,16 @@ def worst(q, k, v, do, dlse=None, careful=False, result=None, **flags):
     return error_share(actual, q, k, v, do, dlse, careful=careful, **for_oracle(flags, q.shape[2], k.shape[2]))
 
 
-# nbs/i_ops.ipynb 单元 099ebe14
+# nbs/i_ops.ipynb 单元 29cc0186
+import random
 from hypothesis import given as draw, settings, strategies as st
+
+def picker(seed):
+    "一个数定下一切选择：逐项来抽，hypothesis 的例子多半只差一项"
+    torch.manual_seed(seed)
+    choose = random.Random(seed).choice
+    return lambda *options: choose(options)
+
 
 def laid_out(x, how):
     "同样的数，另一种步幅"
@@ -98,14 +106,13 @@ def drawn(pick, B, H, H_kv, Lq, Lk, D, Dv, dtype, biases):
                          scale=pick(None, 0.7, -0.3), **drawn_bias(pick(*biases), B, H, Lq, Lk, dtype))
 
 
-@settings(max_examples=40)
-@draw(st.data())
-def test_attention_meets_the_oracle(data):
-    pick = lambda *options: data.draw(st.sampled_from(options))
+@settings(max_examples=100)
+@draw(st.integers(0, 2 ** 24))
+def test_attention_meets_the_oracle(seed):
+    pick = picker(seed)
     B, H_kv, group = pick(1, 2), pick(1, 2), pick(1, 2, 3)
     Lq, Lk = pick(1, 2, 5, 16, 17, 33, 70, 130), pick(0, 1, 3, 16, 31, 64, 100, 150)
     D, Dv, dtype = pick(1, 7, 16, 24, 33, 64), pick(1, 8, 16, 40), pick(torch.float32, torch.float16, torch.bfloat16)
-    torch.manual_seed(data.draw(st.integers(0, 99)))
     H = H_kv * group
     tensors, flags = drawn(pick, B, H, H_kv, Lq, Lk, D, Dv, dtype, ("none", "alibi", "bool", "holes", "dense"))
     dlse = torch.randn(B, H, Lq) if pick(False, True) else None
@@ -142,7 +149,7 @@ def test_a_very_negative_bias_is_not_a_mask(dtype):
     assert (lse + 3e38).abs().max() <= 2.0 ** -22 * 3e38
 
 
-# nbs/i_ops.ipynb 单元 7c9d335e
+# nbs/i_ops.ipynb 单元 e31754d0
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -163,23 +170,21 @@ def mean_ratio(actual, framework, exact):
     return ours / theirs if theirs else math.inf if ours else 0.0
 
 
-@settings(max_examples=40)
-@draw(st.data())
-def test_error_is_at_most_1_5_times_that_of_sdpa_flash(data):
-    pick = lambda *options: data.draw(st.sampled_from(options))
+@settings(max_examples=16)
+@draw(st.integers(0, 2 ** 24))
+def test_error_is_at_most_1_5_times_that_of_sdpa_flash(seed):
+    pick = picker(seed)
     dtype, H_kv, group = pick(torch.float32, torch.float16, torch.bfloat16), pick(1, 2), pick(1, 2, 3)
-    Lq, Lk, D = pick(1, 2, 5, 16, 33, 70, 130), pick(1, 2, 3, 16, 31, 64, 150), pick(1, 7, 16, 33, 64, 128, 256)
+    Lq, Lk, D = pick(1, 2, 5, 16, 33, 70), pick(1, 2, 3, 16, 31, 64, 150), pick(1, 7, 16, 33, 64, 128, 256)
     Dv, H = pick(D, D, 1, 8, 40), H_kv * group
-    torch.manual_seed(data.draw(st.integers(0, 99)))
-    B = max(2, min(48 // H, 256 // (H_kv * min(Lq, Lk)))) if dtype == torch.float32 else 2    # 份数
+    programs, rows = (96, 512) if dtype == torch.float32 else (32, 128)
+    B = max(2, min(programs // H, rows // (H_kv * min(Lq, Lk))))         # 份数：互不相干的舍入够多，平均才稳
     tensors, flags = drawn(pick, B, H, H_kv, Lq, Lk, D, Dv, dtype, ("none", "bool", "holes", "dense"))
     if "bias" in flags and flags["bias"].is_floating_point():
         flags["bias"] = flags["bias"].to(dtype)                          # SDPA 的偏置只能与 q 同类型
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         found = against_sdpa(*tensors, width=max(D, Dv), **flags)
     for name, actual, framework, exact in found:
-        if dtype != torch.float32 and exact.abs().max() < 1e-12:         # 真值全为 0：没有比值
-            continue
         assert mean_ratio(actual, framework, exact) <= 1.5, name
         if dtype != torch.float32:
             theirs = float((framework.double() - exact).abs().max())
@@ -195,10 +200,11 @@ def test_fp32_error_of_long_sums(shape):
             assert mean_ratio(*found) <= 1.5, name
 
 
-def test_fp32_row_with_one_key_is_exact():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_row_with_one_key_is_exact(dtype):
     "只看得见一个键：P = 1，于是 O = V、dV = dO；dP = D，于是 dQ = dK = 0。四个输出都要一位不差"
-    q, k, v, do = given(1, 2, 2, 40, 40, 64, 64)
-    for flags in (dict(), dict(softcap=2.0), dict(bias=torch.randn(40, 40)), dict(scale=5.0)):
+    q, k, v, do = given(1, 2, 2, 150, 150, 64, 64, dtype)
+    for flags in (dict(), dict(softcap=2.0), dict(bias=torch.randn(150, 150)), dict(scale=5.0)):
         o, _, dq, dk, dv = run(q, k, v, do, window=(0, 0), **flags)
         assert torch.equal(o, v) and torch.equal(dv, do) and not dq.any() and not dk.any(), flags
 
