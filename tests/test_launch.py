@@ -57,7 +57,7 @@ def test_casts_round_to_nearest_even(src, dst):
     assert torch.equal(z.float(), x.float().clamp(-top, top).to(dst).float())
 
 
-# nbs/c_launch.ipynb 单元 b1843c3a
+# nbs/c_launch.ipynb 单元 1bea1aab
 @kernel
 def _dot(a_ptr, b_ptr, c_ptr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, PRECISION: tl.constexpr):
     m, n, k = tl.arange(0, M), tl.arange(0, N), tl.arange(0, K)
@@ -97,7 +97,7 @@ def test_dot_fp32_is_a_chain_of_fmas_from_the_accumulator():
 
 @pytest.mark.parametrize("dtype, per_instruction", [(torch.float16, 16), (torch.bfloat16, 16), (torch.float8_e4m3fn, 32)], ids=str)
 def test_dot_rounds_once_per_instruction_whatever_the_tile(dtype, per_instruction):
-    a, b = (torch.randn(s).to(dtype) for s in ((64, 128), (128, 64)))
+    a, b = ((torch.randn(s) * 2.0 ** torch.randint(-6, 7, s)).to(dtype) for s in ((64, 128), (128, 64)))
     x, y, want = a.double(), b.double(), torch.zeros(64, 64)
     for k in range(0, 128, per_instruction):
         want = (x[:, k:k + per_instruction] @ y[k:k + per_instruction] + want.double()).float()
