@@ -1255,12 +1255,12 @@ def _wait_queue(ops: list[Async], pending: int) -> list[Async]:
 @_implements("tma.store_wait")
 def _store_wait(pendings): _wait_queue(_me().stores, pendings)
 
-# %% ../nbs/j_machine.ipynb #e46197ed
+# %% ../nbs/j_machine.ipynb #8e65846e
 def _matmul(a: np.ndarray, b: np.ndarray, acc: np.ndarray | float, ty) -> np.ndarray:
-    "a b + acc，见 launch.tensor_core；fp32 输入取 TF32。Tensor-core product in float32."
+    "a b + acc，见 launch._tensor_core；fp32 输入取 TF32。Tensor-core product in float32."
     a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
     if ty == gl.float32: a, b = launch._tf32(a), launch._tf32(b)
-    with np.errstate(all="ignore"): return launch.tensor_core(a, b, acc, ty.primitive_bitwidth)
+    with np.errstate(all="ignore"): return launch._tensor_core(a, b, acc, ty.primitive_bitwidth)
 
 def _operand(x: "View | Tensor") -> Callable[[], np.ndarray]:
     "操作数在使用时的值：存储器要等到那时才读。Memory operands are read when the MMA executes."

@@ -58,9 +58,9 @@ def worst(q, k, v, do, dlse=None, careful=False, result=None, **flags):
     return error_share(actual, q, k, v, do, dlse, careful=careful, **for_oracle(flags, q.shape[2], k.shape[2]))
 
 
-# nbs/i_ops.ipynb 单元 22e008b1
+# nbs/i_ops.ipynb 单元 cfe4cd23
 import random
-from hypothesis import assume, given as draw, settings, strategies as st
+from hypothesis import given as draw, settings, strategies as st
 
 def picker(seed):
     "一个数定下一切选择：逐项来抽，hypothesis 的例子多半只差一项"
@@ -149,7 +149,7 @@ def test_a_very_negative_bias_is_not_a_mask(dtype):
     assert (lse + 3e38).abs().max() <= 2.0 ** -22 * 3e38
 
 
-# nbs/i_ops.ipynb 单元 c49dfcf7
+# nbs/i_ops.ipynb 单元 5c334fe0
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -170,12 +170,12 @@ def mean_ratio(actual, framework, exact):
     return ours / theirs if theirs else math.inf if ours else 0.0
 
 
-@settings(max_examples=12)
+@settings(max_examples=16)
 @draw(st.integers(0, 2 ** 24))
 def test_error_is_at_most_1_5_times_that_of_sdpa_flash(seed):
     pick = picker(seed)
     dtype, H_kv, group = pick(torch.float32, torch.float16, torch.bfloat16), pick(1, 2), pick(1, 2, 3)
-    Lq, Lk, D = pick(1, 2, 5, 16, 33, 70), pick(1, 2, 3, 16, 31, 64, 150), pick(1, 7, 16, 33, 64, 128, 256)
+    Lq, Lk, D = pick(1, 2, 5, 16, 33, 70, 130), pick(1, 2, 3, 16, 31, 64, 150), pick(1, 7, 16, 33, 64, 128, 256)
     Dv, H = pick(D, D, 1, 8, 40), H_kv * group
     programs = 96 if dtype == torch.float32 else 32
     B = max(2, min(programs // H, 5 * programs // (H_kv * min(Lq, Lk)))) # 份数：互不相干的舍入够多，平均才稳
@@ -185,9 +185,9 @@ def test_error_is_at_most_1_5_times_that_of_sdpa_flash(seed):
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         found = against_sdpa(*tensors, width=max(D, Dv), **flags)
     rows = int((found[1][3].abs().amax(-1) > 1e-12).sum())               # 看得见两个以上的键，梯度才不是 0
-    assume(rows == 0 or rows >= programs)
     for name, actual, framework, exact in found:
-        assert mean_ratio(actual, framework, exact) <= 1.5, name
+        if rows == 0 or rows >= programs:
+            assert mean_ratio(actual, framework, exact) <= 1.5, name
         if dtype != torch.float32:
             theirs = float((framework.double() - exact).abs().max())
             oracle.assert_no_worse(actual, exact, theirs, name, factor=1.5)
